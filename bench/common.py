@@ -15,13 +15,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from npu_runner.batch.job.row_server import ServerPlan
+    from npu_runner.batch.rows.preprocessing import RowPreprocessor
     from npu_runner.config import RunnerConfig
+    from npu_runner.serving.replica import RawRow
 
 ROOT = Path(__file__).parents[1]
 SHAPES_VL = ROOT / "npu_runner" / "assets" / "shapes-vl"
@@ -166,23 +170,28 @@ def _resident_bytes(pid: int) -> int:
         return 0  # it has just ended
 
 
-def measure_head_start(config: RunnerConfig, requests: Path, media: Path | None = None) -> tuple[float, int]:
-    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded, and
-    their number.
-
-    `media`: the folder of the images; None: that of `requests`.
-    """
+@contextmanager
+def job_workers(config: RunnerConfig, requests: Path, media: Path) -> Iterator[tuple[RowPreprocessor, ServerPlan,
+                                                                                     Iterator[RawRow]]]:
+    """What a job's workers apply to rows, the plan that says how far ahead, and the rows. `media`: the folder of images
+    and documents."""
     from npu_runner.batch.files.input_file import InputFile
     from npu_runner.batch.job.options import BatchOptions
     from npu_runner.batch.job.row_server import CheckpointSide, server_plan
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
 
     with InputFile(str(requests), requests.parent) as file:
-        options = BatchOptions(input=str(requests), output=f"{requests}.none",
-                               allowed_media_dir=media or requests.parent)
+        options = BatchOptions(input=str(requests), output=f"{requests}.none", allowed_media_dir=media)
         plan = server_plan(config, options, file.source)
-        prepare = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor, media=plan.media)
-        rows = list(islice(file.rows(), plan.limits.max_ready))
+        processor = CheckpointSide(config).processor
+        yield RowPreprocessor(source=file.source, processor=processor, media=plan.media), plan, file.rows()
+
+
+def measure_head_start(config: RunnerConfig, requests: Path, media: Path | None = None) -> tuple[float, int]:
+    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded, and
+    their number. `media`: None is the folder of `requests`."""
+    with job_workers(config, requests, media or requests.parent) as (prepare, plan, all_rows):
+        rows = list(islice(all_rows, plan.limits.max_ready))
         prepare(rows[0])  # imports
         seconds, num_bytes, number = 0.0, 0, 0
         while number < len(rows) and num_bytes < plan.limits.max_ready_bytes:

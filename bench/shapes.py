@@ -13,8 +13,6 @@ from typing import Any
 
 from bench.common import SHAPES_VL
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
     "head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
@@ -28,7 +26,7 @@ _HYBRID: dict[str, Any] = {
     "attn_output_gate": True, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "full_attention_interval": 4, "max_position_embeddings": 262144, "tie_word_embeddings": False,
-    "bos_token_id": 248044, "eos_token_id": 248046,
+    "bos_token_id": 248044, "eos_token_id": 248046, "mamba_ssm_dtype": "float32",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
                         "mrope_section": [11, 11, 10], "mrope_interleaved": True},
 }
@@ -146,6 +144,10 @@ def make_vision_model(folder: Path, name: str, side: int) -> Path:
 def _write(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    for name in _TOKENIZER_FILES:
+    for name in ("tokenizer.json", "chat_template.jinja"):
         shutil.copy(SHAPES_VL / name, path / name)
+    settings = json.loads((SHAPES_VL / "tokenizer_config.json").read_text())
+    # vLLM serves no longer prompts than the tokenizer names.
+    settings["model_max_length"] = config.get("text_config", config)["max_position_embeddings"]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path

@@ -1,0 +1,280 @@
+"""Pages per second: `npu-runner read`, from PDFs to Markdown, beside vLLM with images that were rendered beforehand.
+
+Models have the shapes of two page readers, and random weights. Half of the pages are scans. An answer has a fixed
+number of tokens, which both engines make into text. Time counts from a model that is ready to the last Markdown file;
+pages prepared while it loads are added, as if the device had waited. vLLM's time is that of LLM.chat alone. Shares are
+of the time that the job serves; the tower's is measured by events on the device. A profiled run of fewer pages gives
+the share of the time that the device idles. No draft of a random MTP head is accepted: the sides with -mtp show what
+drafts cost. --rendering measures the preprocessing workers of a job instead, without a model: each core has a worker,
+and one of the cores also serves the process that receives the pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from bench import peers
+from bench.common import (
+    SHAPES_VL,
+    job_workers,
+    make_parser,
+    measure_head_start,
+    num_cores,
+    print_result,
+    run_child,
+    show,
+)
+from bench.documents import KINDS, write_documents, write_reader
+from bench.profiler import describe_idle, device_profile, has_profiler
+from bench.shapes import make_vision_model, vision_config
+from bench.structured import write_vocabulary
+from npu_runner import RunnerConfig
+from npu_runner.cli import main as cli
+from npu_runner.prompts.media.document_files import open_document
+from npu_runner.prompts.media.page_options import PageOptions
+from npu_runner.reports import report as _report  # noqa: F401 - imported here, since imports belong to the start
+from npu_runner.runner.images import ImageEncoder
+from npu_runner.serving.options import PreprocessingOptions
+from npu_runner.serving.workers.pool import WorkerPool
+from npu_runner.tables import make_rows, make_table  # noqa: F401
+from npu_runner.tables.options import RowsOptions
+
+SIDES = ("npu_runner", "npu_runner-mtp", "profiled", "vllm", "vllm-mtp")
+MAX_MODEL_LEN, LONGEST, _MOST_TEXT_TOKENS = 8192, 4096, 64
+_WARM_UP = 2
+"""Pages that each worker renders before time counts."""
+
+
+class Shape(NamedTuple):
+    """`longest`: pixels of a page's longer side."""
+
+    model: str
+    longest: int
+    image_tokens: int
+    answer_tokens: int
+    prompt: str = ""
+    temperature: float = 0.0
+
+
+READERS = {"lighton-ocr-3": Shape("qwen3.5-0.8b", 1540, 1632, 1000, temperature=0.2),
+           "chandra-ocr-2": Shape("qwen3.5-4b", 2560, 4560, 1400, "OCR this image to HTML."),
+           "tiny": Shape("tiny-hybrid", 96, 6, 8, "Read.")}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=2, platform="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--reader", nargs="+", choices=READERS, default=["lighton-ocr-3", "chandra-ocr-2"])
+    parser.add_argument("--side", nargs="+", choices=SIDES, default=SIDES[:-1])
+    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--profiled-pages", type=int, default=128)
+    parser.add_argument("--mtp", type=int, default=1, metavar="N", help="drafts of a step; default: %(default)s")
+    parser.add_argument("--rendering", type=int, nargs="+", metavar="CORES", help="pages/s by cores, such as 1 2 4 8")
+    parser.add_argument("--dpi", type=int, nargs="+", default=[144, 192], help="of --rendering")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        name, side, folder = arguments.measure
+        measure = measure_rendering if name == "rendering" else measure_vllm if "vllm" in side else measure_read
+        print(json.dumps(measure(READERS.get(name, READERS["tiny"]), side, Path(folder), arguments)))
+        return
+    can = {"profiled": has_profiler(arguments.platform), "vllm": peers.has_vllm(arguments.platform)}
+    cases = {"rendering": list(map(str, arguments.rendering))} if arguments.rendering else {
+        name: [side for side in arguments.side if can.get(side.partition("-")[0], True)] for name in arguments.reader}
+    results: dict[str, dict[str, list[Any]]] = {name: {} for name in cases}
+    for name, sides in cases.items():
+        with tempfile.TemporaryDirectory() as folder:
+            make_files(READERS.get(name), Path(folder), arguments)
+            for side in sides:
+                count = arguments.repeats if side.startswith("npu_runner") else 1  # vLLM repeats in one process
+                results[name][side] = [run_child("bench.pages", *sys.argv[1:], "--measure", name, side, folder)
+                                       for _ in range(count)]
+                sys.stderr.write(f"{name} {side}: {json.dumps(results[name][side])}\n")  # before a later one hangs
+        lines = report(name, results[name], arguments.pages) if name in READERS else rendering_table(results[name])
+        print("\n".join(lines), flush=True)
+    print_result("pages", arguments, results=results)
+
+
+def make_files(shape: Shape | None, folder: Path, arguments: argparse.Namespace) -> None:
+    """A model without weights, documents and, for a shape, the reader."""
+    name, longest = (shape.model, shape.longest) if shape else (READERS["tiny"].model, LONGEST)
+    model = make_vision_model(folder, name, longest)
+    if shape is None:
+        for kind in KINDS:
+            write_documents(folder / kind, max(arguments.rendering) * (_WARM_UP + arguments.pages), [kind])
+        return
+    special = json.loads((SHAPES_VL / "tokenizer.json").read_text())["added_tokens"]
+    write_vocabulary(model, vision_config(name)["text_config"],
+                     special={token["id"]: token["content"] for token in special})
+    write_documents(folder / "documents", arguments.pages)
+    write_reader(folder / "reader.json", {"longest": longest, "shortest": longest}, shape.prompt,
+                 temperature=shape.temperature, ignore_eos=True, max_tokens=shape.answer_tokens)
+
+
+class TowerClock:
+    """Counts the seconds that the device spends in the vision tower."""
+
+    def __init__(self, platform: str):
+        self._device: Any = None if platform == "cpu" else getattr(torch, platform)
+        self._spans: list[tuple[ImageEncoder, Any, Any]] = []
+        encode = ImageEncoder.encode
+
+        def timed(encoder: ImageEncoder, images: Any) -> Any:
+            begin = self._mark()
+            found = encode(encoder, images)
+            self._spans.append((encoder, begin, self._mark()))
+            return found
+
+        ImageEncoder.encode = timed  # type: ignore[method-assign, assignment]
+
+    def _mark(self) -> Any:
+        if self._device is None:
+            return time.perf_counter()
+        event = self._device.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        """The last encoder is the one that serves; others profile memory."""
+        spans = [span[1:] for span in self._spans if span[0] is self._spans[-1][0]]
+        return sum(end - begin if self._device is None else begin.elapsed_time(end) / 1e3 for begin, end in spans)
+
+
+def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run of the command."""
+    settings: dict[str, Any] = {"load_format": "dummy", "platform": arguments.platform, "dtype": arguments.dtype,
+                                "max_model_len": MAX_MODEL_LEN}
+    if side.endswith("mtp"):
+        settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": arguments.mtp}
+    sample = min(arguments.profiled_pages, arguments.pages) if side == "profiled" else None
+    flags = {"model": folder / shape.model, "reader": folder / "reader.json", "progress": "off", **settings}
+    words = [word for key, value in (flags | ({"sample": sample} if sample else {})).items() for word in (
+        f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value))]
+    tower = TowerClock(arguments.platform)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        started = time.perf_counter()
+        with device_profile(arguments.platform) if sample else nullcontext() as profile:
+            status = cli.main(["read", str(folder / "documents"), "-o", name, *words])
+        total = time.perf_counter() - started
+        assert status == 0, f"read ended with {status}"
+        output = Path(name, f"sample-{sample}" if sample else "")
+        summary = json.loads((output / "summary.json").read_text())
+        config = RunnerConfig.from_keywords(str(folder / shape.model), **settings)
+        prepare_seconds, num_prepared = measure_head_start(config, output / "pages.jsonl", folder / "documents")
+    num_pages, (job,) = summary["pages"]["total"], summary["jobs"]
+    seconds, tokens = job["seconds"], job["tokens"]
+    assert tokens["completion"] == num_pages * shape.answer_tokens, tokens
+    assert 0 < tokens["prompt"] / num_pages - shape.image_tokens < _MOST_TEXT_TOKENS, tokens
+    workers = PreprocessingOptions().num_workers(num_cores())
+    shares = {"tower": tower.seconds(), "rest of prefills": seconds["prefill"] - tower.seconds(),
+              "decode": seconds["decode"], "waiting for pages": seconds["preprocessing_wait"]}
+    return {**(profile.report(seconds["serve"]) if profile else {}),
+            "pages_per_second": [num_pages / (total - seconds["start"] + prepare_seconds / workers)],
+            "prompt_tokens": tokens["prompt"] / num_pages, "tokens": tokens, "workers": workers,
+            "page_seconds": prepare_seconds / num_prepared, "num_prepared": num_prepared,
+            "seconds": {**seconds, "rows_and_markdown": total - seconds["start"] - seconds["serve"]},
+            "shares": {part: value / seconds["serve"] for part, value in shares.items()}}
+
+
+def render(page: tuple[Path, int], longest: int) -> Image.Image:
+    with open_document(page[0].open("rb")) as document:
+        return document.render(page[1], PageOptions(longest=longest, shortest=longest)).image
+
+
+def measure_vllm(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """LLM.chat over all pages, whose images are in memory."""
+    pages = [(path, index) for path in sorted((folder / "documents").iterdir())
+             for index in range(open_document(path.open("rb")).num_pages)]
+    with ProcessPoolExecutor() as pool:
+        images = list(pool.map(partial(render, longest=shape.longest), pages))
+    text = [{"type": "text", "text": shape.prompt}] if shape.prompt else []
+    chats = [[{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, *text]}] for image in images]
+    more = {"speculative_config": {"method": "mtp", "num_speculative_tokens": arguments.mtp}} if "mtp" in side else {}
+    llm = peers.open_vllm(folder / shape.model, {"dtype": arguments.dtype}, MAX_MODEL_LEN,
+                          limit_mm_per_prompt={"image": 1, "video": 0}, **more)
+    llm.chat(chats[: len(chats) // 8], peers.vllm_params(shape.answer_tokens // 8), use_tqdm=False)  # warm-up
+    params, rates = peers.vllm_params(shape.answer_tokens, shape.temperature, detokenize=True), []
+    for _ in range(arguments.repeats):
+        llm.reset_prefix_cache()
+        llm.reset_mm_cache()
+        started = time.perf_counter()
+        outputs = llm.chat(chats, params, use_tqdm=False)
+        rates.append(len(chats) / (time.perf_counter() - started))
+        assert all(len(output.outputs[0].token_ids) == shape.answer_tokens for output in outputs)
+    return {"pages_per_second": rates, "prompt_tokens": statistics.mean(len(each.prompt_token_ids) for each in outputs),
+            "note": peers.vllm_version()}
+
+
+def measure_rendering(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Pages per second of each kind and resolution with `side` cores."""
+    cores, rates = int(side), {}
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # workers inherit it
+    config = RunnerConfig.from_keywords(str(folder / shape.model), platform="cpu")
+    for kind, dpi in product(KINDS, arguments.dpi):
+        rows, reader = folder / "rows.jsonl", folder / "reader.json"
+        write_reader(reader, {"dpi": dpi, "longest": LONGEST})
+        make_rows.make_rows([str(folder / kind)], RowsOptions(output=str(rows), reader=str(reader)))
+        with job_workers(config, rows, folder / kind) as (prepare, plan, all_rows):
+            pool = WorkerPool(prepare, replace(plan.limits, num_workers=cores), plan.inherited)
+            for row in islice(all_rows, cores * (_WARM_UP + arguments.pages)):
+                pool.submit(row, row.num_bytes)
+            for number in range(cores * (_WARM_UP + arguments.pages)):
+                if number == cores * _WARM_UP:
+                    started = time.perf_counter()
+                done = pool.get(60.0)
+                assert done is not None
+                assert done.result.error is None, done.result
+            rates[f"{kind}, {dpi} DPI"] = cores * arguments.pages / (time.perf_counter() - started)
+            pool.close()
+    return rates
+
+
+def rendering_table(results: dict[str, list[Any]]) -> Iterator[str]:
+    yield f"{'pages/s by cores':<20}" + "".join(f"{cores:>8}" for cores in results)
+    for case in next(iter(results.values()))[0]:
+        yield f"{case:<20}" + "".join(f"{rates[case]:>8.1f}" for rates, in results.values())
+
+
+def report(name: str, results: dict[str, list[Any]], num_pages: int) -> Iterator[str]:
+    shape, rates = READERS[name], dict[str, list[float]]()
+    yield (f"{name}: {shape.model} shape, {num_pages} pages, {shape.image_tokens} image tokens and "
+           f"{shape.answer_tokens} of an answer each; pages/s, median and range")
+    for side, runs in results.items():
+        if None in runs:
+            yield f"    {side:<16}failed"
+            continue
+        first, rates[side] = runs[0], [rate for each in runs for rate in each["pages_per_second"]]
+        yield f"    {side:<16}{show(rates[side], 2):>22}, {first['prompt_tokens']:.0f} tokens of a prompt"
+        if "shares" in first:
+            drafts = {key: count for key, count in first["tokens"].items() if key.startswith("draft_")}
+            yield ("        serving: " + ", ".join(f"{part} {share:.1%}" for part, share in first["shares"].items()) +
+                   f"; {first['seconds']['rows_and_markdown']:.1f} s for rows and Markdown; rendering "
+                   f"{1e3 * first['page_seconds']:.0f} ms a page of a core, {first['workers']} workers"
+                   f"{f'; {drafts}' if drafts else ''}")
+        if side == "profiled":
+            yield f"        device idle: {describe_idle(first)}"
+    if {"npu_runner", "vllm"} <= rates.keys():
+        ratio = statistics.median(rates["npu_runner"]) / statistics.median(rates["vllm"])
+        yield f"    npu_runner reads {ratio:.2f} times as many pages as vLLM"
+    yield "    published, of other pages and answers, on an H100: LightOnOCR-2 5.71, Surya 2.5 4.5, chandra-ocr-2 1.44"
+
+
+if __name__ == "__main__":
+    main()
