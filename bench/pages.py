@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,17 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from bench import peers
-from bench.common import (
-    SHAPES_VL,
-    job_workers,
-    make_parser,
-    measure_head_start,
-    num_cores,
-    print_result,
-    run_child,
-    show,
-)
+from bench import common, peers
 from bench.documents import KINDS, write_documents, write_reader
 from bench.profiler import describe_idle, device_profile, has_profiler
 from bench.shapes import make_vision_model, vision_config
@@ -79,7 +69,7 @@ READERS = {"lighton-ocr-3": Shape("qwen3.5-0.8b", 1540, 1632, 1000, temperature=
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=2, platform="cuda")
+    parser = common.make_parser(__doc__, repeats=2, platform="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reader", nargs="+", choices=READERS, default=["lighton-ocr-3", "chandra-ocr-2"])
     parser.add_argument("--side", nargs="+", choices=SIDES, default=SIDES[:-1])
@@ -104,12 +94,12 @@ def main() -> None:
             make_files(READERS.get(name), Path(folder), arguments)
             for side in sides:
                 count = arguments.repeats if side.startswith("npu_runner") else 1  # vLLM repeats in one process
-                results[name][side] = [run_child("bench.pages", *sys.argv[1:], "--measure", name, side, folder)
+                results[name][side] = [common.run_child("bench.pages", *sys.argv[1:], "--measure", name, side, folder)
                                        for _ in range(count)]
                 sys.stderr.write(f"{name} {side}: {json.dumps(results[name][side])}\n")  # before a later one hangs
         lines = report(name, results[name], arguments.pages) if name in READERS else rendering_table(results[name])
         print("\n".join(lines), flush=True)
-    print_result("pages", arguments, results=results)
+    common.print_result("pages", arguments, results=results)
 
 
 def make_files(shape: Shape | None, folder: Path, arguments: argparse.Namespace) -> None:
@@ -120,7 +110,7 @@ def make_files(shape: Shape | None, folder: Path, arguments: argparse.Namespace)
         for kind in KINDS:
             write_documents(folder / kind, max(arguments.rendering) * (_WARM_UP + arguments.pages), [kind])
         return
-    special = json.loads((SHAPES_VL / "tokenizer.json").read_text())["added_tokens"]
+    special = json.loads((common.SHAPES_VL / "tokenizer.json").read_text())["added_tokens"]
     write_vocabulary(model, vision_config(name)["text_config"],
                      special={token["id"]: token["content"] for token in special})
     write_documents(folder / "documents", arguments.pages)
@@ -128,33 +118,28 @@ def make_files(shape: Shape | None, folder: Path, arguments: argparse.Namespace)
                  temperature=shape.temperature, ignore_eos=True, max_tokens=shape.answer_tokens)
 
 
-class TowerClock:
-    """Counts the seconds that the device spends in the vision tower."""
+def time_tower(platform: str) -> Callable[[], float]:
+    """The seconds that the device spends in the vision tower from now on, of the encoder that is used last: the others
+    profile memory."""
+    spans, encode = list[tuple[ImageEncoder, Any, Any]](), ImageEncoder.encode
+    device: Any = None if platform == "cpu" else getattr(torch, platform)
 
-    def __init__(self, platform: str):
-        self._device: Any = None if platform == "cpu" else getattr(torch, platform)
-        self._spans: list[tuple[ImageEncoder, Any, Any]] = []
-        encode = ImageEncoder.encode
-
-        def timed(encoder: ImageEncoder, images: Any) -> Any:
-            begin = self._mark()
-            found = encode(encoder, images)
-            self._spans.append((encoder, begin, self._mark()))
-            return found
-
-        ImageEncoder.encode = timed  # type: ignore[method-assign, assignment]
-
-    def _mark(self) -> Any:
-        if self._device is None:
+    def mark() -> Any:
+        if device is None:
             return time.perf_counter()
-        event = self._device.Event(enable_timing=True)
+        event = device.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self) -> float:
-        """The last encoder is the one that serves; others profile memory."""
-        spans = [span[1:] for span in self._spans if span[0] is self._spans[-1][0]]
-        return sum(end - begin if self._device is None else begin.elapsed_time(end) / 1e3 for begin, end in spans)
+    def timed(encoder: ImageEncoder, images: Any) -> Any:
+        begin = mark()
+        found = encode(encoder, images)
+        spans.append((encoder, begin, mark()))
+        return found
+
+    ImageEncoder.encode = timed  # type: ignore[method-assign, assignment]
+    return lambda: sum(end - begin if device is None else begin.elapsed_time(end) / 1e3
+                       for encoder, begin, end in spans if encoder is spans[-1][0])
 
 
 def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +152,7 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
     flags = {"model": folder / shape.model, "reader": folder / "reader.json", "progress": "off", **settings}
     words = [word for key, value in (flags | ({"sample": sample} if sample else {})).items() for word in (
         f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value))]
-    tower = TowerClock(arguments.platform)
+    tower_seconds = time_tower(arguments.platform)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         started = time.perf_counter()
         with device_profile(arguments.platform) if sample else nullcontext() as profile:
@@ -177,13 +162,13 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
         output = Path(name, f"sample-{sample}" if sample else "")
         summary = json.loads((output / "summary.json").read_text())
         config = RunnerConfig.from_keywords(str(folder / shape.model), **settings)
-        prepare_seconds, num_prepared = measure_head_start(config, output / "pages.jsonl", folder / "documents")
+        prepare_seconds, num_prepared = common.measure_head_start(config, output / "pages.jsonl", folder / "documents")
     num_pages, (job,) = summary["pages"]["total"], summary["jobs"]
     seconds, tokens = job["seconds"], job["tokens"]
     assert tokens["completion"] == num_pages * shape.answer_tokens, tokens
     assert 0 < tokens["prompt"] / num_pages - shape.image_tokens < _MOST_TEXT_TOKENS, tokens
-    workers = PreprocessingOptions().num_workers(num_cores())
-    shares = {"tower": tower.seconds(), "rest of prefills": seconds["prefill"] - tower.seconds(),
+    workers = PreprocessingOptions().num_workers(common.num_cores())
+    shares = {"tower": tower_seconds(), "rest of prefills": seconds["prefill"] - tower_seconds(),
               "decode": seconds["decode"], "waiting for pages": seconds["preprocessing_wait"]}
     return {**(profile.report(seconds["serve"]) if profile else {}),
             "pages_per_second": [num_pages / (total - seconds["start"] + prepare_seconds / workers)],
@@ -231,7 +216,7 @@ def measure_rendering(shape: Shape, side: str, folder: Path, arguments: argparse
         rows, reader = folder / "rows.jsonl", folder / "reader.json"
         write_reader(reader, {"dpi": dpi, "longest": LONGEST})
         make_rows.make_rows([str(folder / kind)], RowsOptions(output=str(rows), reader=str(reader)))
-        with job_workers(config, rows, folder / kind) as (prepare, plan, all_rows):
+        with common.job_workers(config, rows, folder / kind) as (prepare, plan, all_rows):
             pool = WorkerPool(prepare, replace(plan.limits, num_workers=cores), plan.inherited)
             for row in islice(all_rows, cores * (_WARM_UP + arguments.pages)):
                 pool.submit(row, row.num_bytes)
@@ -261,7 +246,7 @@ def report(name: str, results: dict[str, list[Any]], num_pages: int) -> Iterator
             yield f"    {side:<16}failed"
             continue
         first, rates[side] = runs[0], [rate for each in runs for rate in each["pages_per_second"]]
-        yield f"    {side:<16}{show(rates[side], 2):>22}, {first['prompt_tokens']:.0f} tokens of a prompt"
+        yield f"    {side:<16}{common.show(rates[side], 2):>22}, {first['prompt_tokens']:.0f} tokens of a prompt"
         if "shares" in first:
             drafts = {key: count for key, count in first["tokens"].items() if key.startswith("draft_")}
             yield ("        serving: " + ", ".join(f"{part} {share:.1%}" for part, share in first["shares"].items()) +
