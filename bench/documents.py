@@ -1,4 +1,4 @@
-"""PDFs of bench.pages, made by reportlab, and readers of their pages. Knows no engine."""
+"""PDFs of bench.pages and bench.rendering, made by reportlab, and readers of their pages. Knows no engine."""
 
 from __future__ import annotations
 

@@ -5,15 +5,13 @@ number of tokens, which both engines make into text. Time counts from a model th
 pages prepared while it loads are added, as if the device had waited. vLLM's time is that of LLM.chat alone. Shares are
 of the time that the job serves; the tower's is measured by events on the device. A profiled run of fewer pages gives
 the share of the time that the device idles. No draft of a random MTP head is accepted: the sides with -mtp show what
-drafts cost. --rendering measures the preprocessing workers of a job instead, without a model: each core has a worker,
-and one of the cores also serves the process that receives the pages.
+drafts cost until their rows pause them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -21,9 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +27,7 @@ import torch
 from PIL import Image
 
 from bench import common, peers
-from bench.documents import KINDS, write_documents, write_reader
+from bench.documents import write_documents, write_reader
 from bench.profiler import describe_idle, device_profile, has_profiler
 from bench.shapes import make_vision_model, vision_config
 from bench.structured import write_vocabulary
@@ -42,14 +38,10 @@ from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.reports import report as _report  # noqa: F401 - imported here, since imports belong to the start
 from npu_runner.runner.images import ImageEncoder
 from npu_runner.serving.options import PreprocessingOptions
-from npu_runner.serving.workers.pool import WorkerPool
 from npu_runner.tables import make_rows, make_table  # noqa: F401
-from npu_runner.tables.options import RowsOptions
 
 SIDES = ("npu_runner", "npu_runner-mtp", "profiled", "vllm", "vllm-mtp")
-MAX_MODEL_LEN, LONGEST, _MOST_TEXT_TOKENS = 8192, 4096, 64
-_WARM_UP = 2
-"""Pages that each worker renders before time counts."""
+_MAX_MODEL_LEN, _MOST_TEXT_TOKENS = 8192, 64
 
 
 class Shape(NamedTuple):
@@ -76,46 +68,36 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--profiled-pages", type=int, default=128)
     parser.add_argument("--mtp", type=int, default=1, metavar="N", help="drafts of a step; default: %(default)s")
-    parser.add_argument("--rendering", type=int, nargs="+", metavar="CORES", help="pages/s by cores, such as 1 2 4 8")
-    parser.add_argument("--dpi", type=int, nargs="+", default=[144, 192], help="of --rendering")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         name, side, folder = arguments.measure
-        measure = measure_rendering if name == "rendering" else measure_vllm if "vllm" in side else measure_read
-        print(json.dumps(measure(READERS.get(name, READERS["tiny"]), side, Path(folder), arguments)))
+        measure = measure_vllm if side.startswith("vllm") else measure_read
+        print(json.dumps(measure(READERS[name], side, Path(folder), arguments)))
         return
     can = {"profiled": has_profiler(arguments.platform), "vllm": peers.has_vllm(arguments.platform)}
-    cases = {"rendering": list(map(str, arguments.rendering))} if arguments.rendering else {
-        name: [side for side in arguments.side if can.get(side.partition("-")[0], True)] for name in arguments.reader}
-    results: dict[str, dict[str, list[Any]]] = {name: {} for name in cases}
-    for name, sides in cases.items():
+    sides = [side for side in arguments.side if can.get(side.partition("-")[0], True)]
+    results: dict[str, dict[str, list[Any]]] = {name: {} for name in arguments.reader}
+    for name in arguments.reader:
         with tempfile.TemporaryDirectory() as folder:
-            make_files(READERS.get(name), Path(folder), arguments)
+            make_files(READERS[name], Path(folder), arguments.pages)
             for side in sides:
                 count = arguments.repeats if side.startswith("npu_runner") else 1  # vLLM repeats in one process
                 results[name][side] = [common.run_child("bench.pages", *sys.argv[1:], "--measure", name, side, folder)
                                        for _ in range(count)]
                 sys.stderr.write(f"{name} {side}: {json.dumps(results[name][side])}\n")  # before a later one hangs
-        lines = report(name, results[name], arguments.pages) if name in READERS else rendering_table(results[name])
-        print("\n".join(lines), flush=True)
+        print("\n".join(report(name, results[name], arguments.pages)), flush=True)
     common.print_result("pages", arguments, results=results)
 
 
-def make_files(shape: Shape | None, folder: Path, arguments: argparse.Namespace) -> None:
-    """A model without weights, documents and, for a shape, the reader."""
-    name, longest = (shape.model, shape.longest) if shape else (READERS["tiny"].model, LONGEST)
-    model = make_vision_model(folder, name, longest)
-    if shape is None:
-        for kind in KINDS:
-            write_documents(folder / kind, max(arguments.rendering) * (_WARM_UP + arguments.pages), [kind])
-        return
-    special = json.loads((common.SHAPES_VL / "tokenizer.json").read_text())["added_tokens"]
-    write_vocabulary(model, vision_config(name)["text_config"],
-                     special={token["id"]: token["content"] for token in special})
-    write_documents(folder / "documents", arguments.pages)
-    write_reader(folder / "reader.json", {"longest": longest, "shortest": longest}, shape.prompt,
+def make_files(shape: Shape, folder: Path, num_pages: int) -> None:
+    """A model without weights, documents and a reader."""
+    write_documents(folder / "documents", num_pages)
+    write_reader(folder / "reader.json", {"longest": shape.longest, "shortest": shape.longest}, shape.prompt,
                  temperature=shape.temperature, ignore_eos=True, max_tokens=shape.answer_tokens)
+    special = json.loads((common.SHAPES_VL / "tokenizer.json").read_text())["added_tokens"]
+    write_vocabulary(make_vision_model(folder, shape.model, shape.longest), vision_config(shape.model)["text_config"],
+                     special={token["id"]: token["content"] for token in special})
 
 
 def time_tower(platform: str) -> Callable[[], float]:
@@ -145,7 +127,7 @@ def time_tower(platform: str) -> Callable[[], float]:
 def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run of the command."""
     settings: dict[str, Any] = {"load_format": "dummy", "platform": arguments.platform, "dtype": arguments.dtype,
-                                "max_model_len": MAX_MODEL_LEN}
+                                "max_model_len": _MAX_MODEL_LEN}
     if side.endswith("mtp"):
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": arguments.mtp}
     sample = min(arguments.profiled_pages, arguments.pages) if side == "profiled" else None
@@ -192,7 +174,7 @@ def measure_vllm(shape: Shape, side: str, folder: Path, arguments: argparse.Name
     text = [{"type": "text", "text": shape.prompt}] if shape.prompt else []
     chats = [[{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, *text]}] for image in images]
     more = {"speculative_config": {"method": "mtp", "num_speculative_tokens": arguments.mtp}} if "mtp" in side else {}
-    llm = peers.open_vllm(folder / shape.model, {"dtype": arguments.dtype}, MAX_MODEL_LEN,
+    llm = peers.open_vllm(folder / shape.model, {"dtype": arguments.dtype}, _MAX_MODEL_LEN,
                           limit_mm_per_prompt={"image": 1, "video": 0}, **more)
     llm.chat(chats[: len(chats) // 8], peers.vllm_params(shape.answer_tokens // 8), use_tqdm=False)  # warm-up
     params, rates = peers.vllm_params(shape.answer_tokens, shape.temperature, detokenize=True), []
@@ -205,36 +187,6 @@ def measure_vllm(shape: Shape, side: str, folder: Path, arguments: argparse.Name
         assert all(len(output.outputs[0].token_ids) == shape.answer_tokens for output in outputs)
     return {"pages_per_second": rates, "prompt_tokens": statistics.mean(len(each.prompt_token_ids) for each in outputs),
             "note": peers.vllm_version()}
-
-
-def measure_rendering(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Pages per second of each kind and resolution with `side` cores."""
-    cores, rates = int(side), {}
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # workers inherit it
-    config = RunnerConfig.from_keywords(str(folder / shape.model), platform="cpu")
-    for kind, dpi in product(KINDS, arguments.dpi):
-        rows, reader = folder / "rows.jsonl", folder / "reader.json"
-        write_reader(reader, {"dpi": dpi, "longest": LONGEST})
-        make_rows.make_rows([str(folder / kind)], RowsOptions(output=str(rows), reader=str(reader)))
-        with common.job_workers(config, rows, folder / kind) as (prepare, plan, all_rows):
-            pool = WorkerPool(prepare, replace(plan.limits, num_workers=cores), plan.inherited)
-            for row in islice(all_rows, cores * (_WARM_UP + arguments.pages)):
-                pool.submit(row, row.num_bytes)
-            for number in range(cores * (_WARM_UP + arguments.pages)):
-                if number == cores * _WARM_UP:
-                    started = time.perf_counter()
-                done = pool.get(60.0)
-                assert done is not None
-                assert done.result.error is None, done.result
-            rates[f"{kind}, {dpi} DPI"] = cores * arguments.pages / (time.perf_counter() - started)
-            pool.close()
-    return rates
-
-
-def rendering_table(results: dict[str, list[Any]]) -> Iterator[str]:
-    yield f"{'pages/s by cores':<20}" + "".join(f"{cores:>8}" for cores in results)
-    for case in next(iter(results.values()))[0]:
-        yield f"{case:<20}" + "".join(f"{rates[case]:>8.1f}" for rates, in results.values())
 
 
 def report(name: str, results: dict[str, list[Any]], num_pages: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""bench.pages at sizes that a CPU does in seconds: that it reads what it says. Times mean nothing here."""
+"""bench.pages and bench.rendering at sizes that a CPU does in seconds. Times mean nothing here."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from npu_runner.tables.make_rows import make_rows
 from npu_runner.tables.options import RowsOptions
 
 
-def bench(*arguments: str) -> Any:
-    """The results of a run."""
-    command = [sys.executable, "-m", "bench.pages", "--platform", "cpu", *arguments]
+def bench(module: str, *arguments: str) -> Any:
+    """The JSON of a run."""
+    command = [sys.executable, "-m", f"bench.{module}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])["results"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.full("the command read, a process each time; nothing that serves depends on it")
 def test_read_at_tiny_sizes_with_and_without_drafts() -> None:
-    found = bench("--reader", "tiny", "--pages", "18", "--repeats", "1", "--dtype", "float32")["tiny"]
+    arguments = ("--platform", "cpu", "--dtype", "float32", "--reader", "tiny", "--pages", "18", "--repeats", "1")
+    found = bench("pages", *arguments)["results"]["tiny"]
     assert found.keys() == {"npu_runner", "npu_runner-mtp"}, "a CPU has no profiler, and vLLM is not installed"
     for (run,) in found.values():
         assert run["tokens"]["completion"] == 18 * 8
@@ -48,10 +49,10 @@ def test_read_at_tiny_sizes_with_and_without_drafts() -> None:
 @pytest.mark.slow
 @pytest.mark.full("rendering workers, started for each case; nothing that serves depends on it")
 def test_rendering_has_a_figure_for_each_kind_resolution_and_number_of_cores() -> None:
-    found = bench("--rendering", "1", "--pages", "1", "--dpi", "36", "72")["rendering"]
+    found = bench("rendering", "--cores", "1", "--pages", "1", "--dpi", "36", "72")["rates"]
     assert found.keys() == {"1"}
-    assert found["1"][0].keys() == {f"{kind}, {dpi} DPI" for kind in ("scans", "text") for dpi in (36, 72)}
-    assert all(rate > 0 for rate in found["1"][0].values())
+    assert found["1"].keys() == {f"{kind}, {dpi} DPI" for kind in ("scans", "text") for dpi in (36, 72)}
+    assert all(rate > 0 for rate in found["1"].values())
 
 
 def test_documents_are_scans_and_text_and_no_two_pages_are_alike(
