@@ -221,8 +221,8 @@ class GraphConfig:
     graph_batch_sizes: tuple[int, ...] | None = None
     """Batch sizes that graphs are made for; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
     graph_prefill_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens that graphs of short prefills are made for (cuda, of models without states); None: 16, 32, then
-    multiples of 64 up to 512, of 128 up to 1,024; 0: no such graphs."""
+    """Numbers of tokens that graphs of prefills are made for (cuda, of models without states); None: 14 sizes up to
+    1,024, then up to eight whose launches take the host at least half of their time; 0: no such graphs."""
     use_graph_cache: bool | None = None
     """Keep compiled decode graphs for the next start (npu with graph_mode max-autotune); None: where that is
     possible."""
