@@ -171,8 +171,9 @@ def _resident_bytes(pid: int) -> int:
 
 
 @contextmanager
-def job_workers(config: RunnerConfig, requests: Path, media: Path) -> Iterator[tuple[RowPreprocessor, ServerPlan,
-                                                                                     Iterator[RawRow]]]:
+def job_workers(
+    config: RunnerConfig, requests: Path, media: Path
+) -> Iterator[tuple[RowPreprocessor, ServerPlan, Iterator[RawRow]]]:
     """What a job's workers apply to rows, the plan that says how far ahead, and the rows. `media`: the folder of images
     and documents."""
     from npu_runner.batch.files.input_file import InputFile
