@@ -120,6 +120,8 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
     def load_model(self) -> None:
         self._progress("loading weights")
         self._meter = MemoryMeter(self.platform.memory)
+        # The backend makes its communicator now, in memory that is measured. Later steps may need none of its sums.
+        self.tp.minimum(0, self.device)
         context = self.make_context()
         logger.info("attention: %s", self.settings.attention_backend)
         if self.gated_delta is not None:

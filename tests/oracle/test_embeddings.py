@@ -92,6 +92,7 @@ def test_steps_under_way_change_nothing(
 
 
 @pytest.mark.full("starts two ranks, each of which pools whole states; states from two stay (test_token_states.py)")
+@pytest.mark.ranks
 def test_two_ranks_pool_as_one(
         embedding_model: tuple[Path, Path], prompts: list[list[int]], platform_name: str) -> None:
     need_devices(platform_name)

@@ -31,6 +31,7 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
     ({"enable_expert_parallel": True}, "enable_expert_parallel: qwen3_vl has no layers of experts; leave it out"),
     ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "qwen3_vl has no layers of experts; leave it out"),
     ({"enable_expert_parallel": "yes"}, "enable_expert_parallel: 'yes' is neither true nor false"),
+    ({"disable_custom_all_reduce": 1}, "disable_custom_all_reduce: 1 is neither true nor false"),
     ({"use_graph_cache": True}, "use_graph_cache: platform cpu keeps no graphs in graph_mode eager"),
     ({"kv_cache_bytes": 1 << 50}, r"kv_cache_bytes 1048576.00 GiB: [\d.]+ .iB of memory is free; lower it"),
     ({"tool_call_parser": "hermess"}, "tool_call_parser: 'hermess'"),
