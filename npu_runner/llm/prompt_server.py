@@ -21,7 +21,7 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.endpoint import Endpoint, Prepared, failed_prompt, prepare_prompt
+from npu_runner.serving.endpoint import Endpoint, Prepared, encode_ahead, failed_prompt, prepare_prompt
 from npu_runner.serving.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
 from npu_runner.serving.replicas.inline_replica import InlineReplica, rows_ahead
@@ -88,7 +88,8 @@ class PromptServer(InlineReplica):
             worker_memory_bytes=self._options.worker_memory_bytes, max_ready=ahead.ready,
             are_forked=engine.processor.transformers_images is not None)
         self.endpoint = Endpoint(functools.partial(prepare_prompt, engine.processor), self._write, limits,
-                                 failed=failed_prompt, pages_of=lambda task: task.pages)
+                                 failed=failed_prompt, pages_of=lambda task: task.pages,
+                                 look_ahead=functools.partial(encode_ahead, engine.processor))
         self.pool = self.endpoint.pool
         self._open.callback(self.pool.close)
         return ReplicaFacts(
