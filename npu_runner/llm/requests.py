@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
@@ -254,6 +254,8 @@ def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Unsai
             if one is not last or resolved is None:
                 last, resolved = one, processor.resolve_params(limit.bounded(one))
             processor.most_prompt_tokens(resolved)  # raises for more than the model takes
-            yield replace(parse(item), params=resolved)
+            task = parse(item)
+            task.params = resolved
+            yield task
         except RequestError as error:
             yield MadeTask(made=error, params=resolved or SamplingParams())

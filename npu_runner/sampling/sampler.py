@@ -159,7 +159,7 @@ class Sampler:
 
         Raises RequestError when the parameters cannot be served; the slot is then free.
         """
-        self.remove(slot)
+        self._constrained.remove(slot)
         self._state.add(slot, params, prompt_token_ids, output_token_ids, seed)
         self._constrained.add(slot, params, thinking, output_token_ids)
 
