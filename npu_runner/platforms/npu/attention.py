@@ -148,8 +148,8 @@ class NpuAttention(AttentionBackend):
         self._write_cache(k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T)
 
     def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs_N2: np.ndarray) -> None:
-        # Three launches for all layers, unless values beside the caches would take too much memory. index_copy_ along
-        # the second axis would transpose a whole cache, twice. A cache write takes the blocks of all layers for one's.
+        # index_copy_ along the second axis would transpose a whole cache, twice. A cache write takes the blocks of all
+        # layers for those of one, keys and values together.
         num_layers, num_blocks, block_size = k_cache.shape[:3]
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         blocks_N2 = (np.arange(num_layers, dtype=np.int32)[:, None, None] * num_blocks + pairs_N2).reshape(-1, 2)
@@ -157,8 +157,8 @@ class NpuAttention(AttentionBackend):
         sources_N, slots_T = upload_together([blocks_N2[:, 0], slots_T], k_cache.device)
         num_at_once = max(1, _COPIED_BYTES // keys[0].nbytes)
         for sources, slots in zip(sources_N.split(num_at_once), slots_T.split(num_at_once * block_size), strict=True):
-            copied = [cache.index_select(0, sources).flatten(0, 1) for cache in (keys, values)]
-            self.write_kv(*copied, keys, values, slots)
+            k_TKH, v_TKH = (cache.index_select(0, sources).flatten(0, 1) for cache in (keys, values))
+            self.write_kv(k_TKH, v_TKH, keys, values, slots)
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
