@@ -2,8 +2,8 @@
 
     python -m tests.npu.programs.shared_blocks MODEL RESULTS.json MODE...
 
-Bytes are compared here. RESULTS: by MODE, the tokens without a prefix cache and with one, launches, copies to the device
-and operators without a kernel of each step's copies, and the number of copies.
+Bytes are compared here. RESULTS: by MODE, the tokens without a prefix cache and with one, launches, copies to the
+device and operators without a kernel of each step's copies, and the number of copies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def compare_bytes() -> None:
     device = platform.devices.set_device(0)
     whole = npu_attention._COPIED_BYTES
     for dtype in (torch.bfloat16, torch.float16):
-        attention = platform.make_attention("auto", num_heads=2, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
+        attention = platform.make_attention("auto", num_heads=2, num_kv_heads=2, head_dim=64, block_size=16,
+                                            dtype=dtype)
         for seed, num_bytes in enumerate((whole, whole, whole, 5 * 16 * 2 * 64 * 2, 1)):
             npu_attention._COPIED_BYTES = num_bytes
             assert_copies(attention, device, dtype, seed)
@@ -61,8 +62,8 @@ def serve(model: str, mode: str) -> dict[str, Any]:
     graphs = {} if mode == "eager" else {"graph_batch_sizes": [4]}
     found: dict[str, Any] = {"tokens": [], "launches": [], "copies": [], "fallbacks": {}, "num_copies": 0}
     for is_shared in (False, True):
-        with LLM(model, platform="npu", block_size=BLOCK_SIZE, enable_prefix_caching=is_shared, graph_mode=mode, **SMALL,
-                 **FLOAT32, **graphs) as llm:
+        with LLM(model, platform="npu", block_size=BLOCK_SIZE, enable_prefix_caching=is_shared, graph_mode=mode,
+                 **SMALL, **FLOAT32, **graphs) as llm:
             steps = runner_of(llm).steps
             copy = steps.copy_blocks
             assert copy is not None
