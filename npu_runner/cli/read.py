@@ -51,6 +51,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the steps. Returns the highest exit status of them; raises what they raise."""
+    from npu_runner.batch.job.run import check_job, job_places
+    from npu_runner.tables.prompt_text import find_page_reader
     from npu_runner.tables.sources import find_sources
 
     sample = getattr(arguments, "sample", None)
@@ -60,6 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     config, job = read_model_settings(arguments, BatchOptions, input=str(folder / _PAGES),
                                       output=str(folder / _ANSWERS), allowed_media_dir=root)
     rows = _rows_options(arguments, config, folder / _PAGES)
+    reader, _ = find_page_reader(rows)
+    blocks = None if reader is None else _reader_of_blocks(reader.name)
+    given = job.ladder
+    if reader is not None:
+        job = _with_ladder(job, given, rows.reader or reader.name)
+    check_job(config, job)  # and not after pages were opened
+    if blocks is not None:
+        check_job(config, _with_ladder(job, given, blocks))
     for each in dict.fromkeys((arguments.output, folder)):
         with clear_file_errors(f"output {each}"):
             each.mkdir(exist_ok=True)
@@ -69,12 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     for package in ("nh3", "markdownify"):
         require(package)  # and not after hours of answers
+    if (report := job_places(job, config).get("report")) is not None:
+        with report:  # refused where it cannot be written
+            pass
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
-    blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
-    given = job.ladder
-    if made.reader is not None:
-        job = _with_ladder(job, given, rows.reader or made.reader.name)
     if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
         for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
             with clear_file_errors(f"output {path}"):

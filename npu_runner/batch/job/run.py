@@ -28,7 +28,7 @@ from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.place import Place, find_places, read_by
-from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.files.row_book import CarriedRows, InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.copies import EqualRows
@@ -87,6 +87,12 @@ def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dic
     if is_stream.get("error_file"):
         raise ConfigError(f"{places['error_file'].title}: is no file; a stream cannot be resumed")
     return places
+
+
+def check_job(config: RunnerConfig, options: BatchOptions) -> None:
+    """Raises ConfigError for settings that are wrong whatever the rows, the model and the places are."""
+    start_time()
+    server_plan(config, options, CarriedRows(options.input))
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
