@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the steps. Returns the highest exit status of them; raises what they raise."""
-    from npu_runner.batch.job.run import check_job, job_places
+    from npu_runner.reports.report import check_batch, run_batch_and_report
     from npu_runner.tables.prompt_text import find_page_reader
     from npu_runner.tables.sources import find_sources
 
@@ -67,21 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
     given = job.ladder
     if reader is not None:
         job = _with_ladder(job, given, rows.reader or reader.name)
-    check_job(config, job)  # and not after pages were opened
-    if blocks is not None:
-        check_job(config, _with_ladder(job, given, blocks))
     for each in dict.fromkeys((arguments.output, folder)):
         with clear_file_errors(f"output {each}"):
             each.mkdir(exist_ok=True)
     from npu_runner.readers.answers.html_tags import require
-    from npu_runner.reports.report import run_batch_and_report
     from npu_runner.tables.make_rows import make_rows
 
     for package in ("nh3", "markdownify"):
         require(package)  # and not after hours of answers
-    if (report := job_places(job, config).get("report")) is not None:
-        with report:  # refused where it cannot be written
-            pass
+    for each_job in (job, *([] if blocks is None else [_with_ladder(job, given, blocks)])):
+        check_batch(config, each_job)  # and not after pages were opened
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
     if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts

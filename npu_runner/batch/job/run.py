@@ -89,9 +89,8 @@ def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dic
     return places
 
 
-def check_job(config: RunnerConfig, options: BatchOptions) -> None:
+def check_settings(config: RunnerConfig, options: BatchOptions) -> None:
     """Raises ConfigError for settings that are wrong whatever the rows, the model and the places are."""
-    start_time()
     server_plan(config, options, CarriedRows(options.input))
 
 
