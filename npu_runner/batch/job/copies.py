@@ -98,6 +98,12 @@ class EqualRows:
         return bool(self._earlier)
 
     @property
+    def is_all(self) -> bool:
+        """Every row that is left waits for an answer of an earlier run."""
+        return (0 < len(self._followers_F) == self._book.num_rows
+                and len(np.unique(self._leaders_F)) == len(self._earlier))
+
+    @property
     def has_ready(self) -> bool:
         """Copies can be made now."""
         return bool(self._ready or (self._earlier and self._read))
