@@ -87,7 +87,7 @@ MOST_ARROWS = 127
 # serving, engine, llm, core, batch: what waits is bounded by tokens; a row is under way once its step is planned (76).
 # front: the codes of errors, which a ladder names; batch, prompts, engine, llm: steps and labels that do nothing (61).
 MOST_LINES = {
-    "platforms": 14511, "batch": 9049, "prompts": 7324, "runner": 5003, "checkpoint": 3957, "serving": 2979,
+    "platforms": 14511, "batch": 9048, "prompts": 7324, "runner": 5003, "checkpoint": 3957, "serving": 2979,
     "engine": 2620, "tables": 3489, "core": 2408, "grammars": 1997, "models": 3256, "cli": 2283, "layers": 1873,
     "sampling": 1849, "request": 1873, "strategies": 1991, "reports": 1549, "llm": 1502, "front": 1002,
     "processes": 759, "readers": 1001, "assets": 11,
