@@ -46,13 +46,17 @@ class ParallelConfig:
     enable_expert_parallel: bool = False
     """With tensor_parallel_size above 1: each rank holds some experts whole, and not a slice of each; vLLM's name. The
     rest of a layer is shared as without it."""
+    disable_custom_all_reduce: bool = False
+    """With tensor_parallel_size above 1 on cuda: NCCL sums all messages of the ranks. Without it a kernel of ours sums
+    those of up to 8 MiB, on Hopper with NVLink; vLLM's name."""
     step_timeout_seconds: float = 600.0
     """With tensor_parallel_size above 1: a rank that does not finish one call within this time ends the job."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "tensor_parallel_size")
-        if not isinstance(self.enable_expert_parallel, bool):
-            raise ConfigError(f"enable_expert_parallel: {self.enable_expert_parallel!r} is neither true nor false")
+        for name in ("enable_expert_parallel", "disable_custom_all_reduce"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
         if self.step_timeout_seconds <= 0:
             raise ConfigError(f"step_timeout_seconds: {self.step_timeout_seconds} is not positive")
 
@@ -221,8 +225,8 @@ class GraphConfig:
     graph_batch_sizes: tuple[int, ...] | None = None
     """Batch sizes that graphs are made for; None: 1, 2, 4, 8, then multiples of 16 up to max_num_seqs."""
     graph_prefill_sizes: tuple[int, ...] | None = None
-    """Numbers of tokens that graphs of short prefills are made for (cuda, of models without states); None: 16, 32, then
-    multiples of 64 up to 512, of 128 up to 1,024; 0: no such graphs."""
+    """Numbers of tokens that graphs of prefills are made for (cuda, of models without states); None: 14 sizes up to
+    1,024, then up to eight whose launches take the host at least half of their time; 0: no such graphs."""
     use_graph_cache: bool | None = None
     """Keep compiled decode graphs for the next start (npu with graph_mode max-autotune); None: where that is
     possible."""

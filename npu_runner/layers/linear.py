@@ -373,7 +373,7 @@ class RowParallelLinear(HeldLinear):
 
     def forward(self, x_TI: Tensor | RoundedRows) -> Tensor:
         if self.tp.size == 1 or not self.reduces:
-            return self.multiply(x_TI, self.bias)
+            return self.multiply(x_TI, self.bias if self.adds_bias else None)
         if self.scales is not None:
             return self.tp.all_reduce(self.multiply(x_TI, self.bias if self.adds_bias else None))
         out_TO = self.tp.all_reduce(self.multiply(x_TI, None))

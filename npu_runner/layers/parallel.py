@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.attention import AttentionBackend
+from npu_runner.platforms.devices import AllReduce
 from npu_runner.platforms.gated_delta import GatedDeltaBackend
 from npu_runner.platforms.ops import Ops
 from npu_runner.platforms.quantised import QuantisedOps
@@ -23,7 +24,7 @@ class TensorParallel:
 
     `graph_group` holds the same ranks and serves compiled code, where a vendor wants a communicator of its own for it.
     `store` is the group's, from host to host: it answers while a device waits. `has_whole_experts`: experts are shared
-    out whole, and not sliced.
+    out whole, and not sliced. `custom_all_reduce` sums what it accepts, and the group the rest.
     """
 
     rank: int = 0
@@ -32,12 +33,21 @@ class TensorParallel:
     graph_group: Any = None
     store: Any = None
     has_whole_experts: bool = False
+    custom_all_reduce: AllReduce | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; works in place."""
-        if self.size > 1:
+        custom = None if torch.compiler.is_compiling() else self.custom_all_reduce
+        if self.size > 1 and not (custom is not None and custom(x)):
             dist.all_reduce(x, group=self._group())
         return x
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+                     ) -> tuple[Tensor, Tensor] | None:
+        """`Ops.add_rms_norm` of the sum of `x_TD` over the ranks, where one kernel does both; else None."""
+        if self.custom_all_reduce is None or torch.compiler.is_compiling():
+            return None
+        return self.custom_all_reduce.add_rms_norm(x_TD, residual_TD, weight_D, eps)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, in place."""

@@ -26,8 +26,7 @@ _PROCESSOR_KWARGS = {
     "min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels", "fps": "video_fps",
     "num_frames": "video_num_frames", "max_frames": "video_max_frames"}
 _TASKS = {"generate": {"runner": "generate"}, "embedding": {"task": "embed"}}
-_IGNORED = frozenset(("disable_log_stats", "disable_custom_all_reduce", "use_v2_block_manager", "disable_cascade_attn",
-                      "served_model_name"))
+_IGNORED = frozenset(("disable_log_stats", "use_v2_block_manager", "disable_cascade_attn", "served_model_name"))
 _COPY = "change config.json in a copy of the checkpoint"
 _POOLING = "modules.json of the checkpoint says how vectors are pooled"
 _HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -15,7 +15,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 class LanguageModel(Protocol):
     """An nn.Module with one `layers.attention.PagedAttention` for each of `ModelConfig.attention_layers`, and one
     `layers.gated_delta.GatedDelta` for each of its `state_layers`. Its forward waits for nothing on the host: steps of
-    decode, and short prefills, may be captured."""
+    decode, and prefills, may be captured."""
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """Returns (T, D)."""

@@ -24,7 +24,7 @@ from npu_runner.checkpoint.model_config import (
     ScorePooling,
 )
 from npu_runner.layers.heads import ClassHead, OutputHead, TokenEmbedding, TokenScoreHead
-from npu_runner.layers.linear import ColumnParallelLinear, OutputPart
+from npu_runner.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from npu_runner.layers.norm import RMSNorm
 from npu_runner.layers.parallel import LayerContext
 from npu_runner.layers.rotary import RotaryTable
@@ -52,6 +52,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, channel: nn.Module, context: LayerContext):
         super().__init__()
+        self.leaves_sums = False
+        """The norms behind both mixers sum over the ranks."""
         is_delta = isinstance(mixer, GatedDeltaNet)
         self.self_attn = None if is_delta else mixer
         self.linear_attn = mixer if is_delta else None
@@ -81,6 +83,14 @@ class DecoderLayer(nn.Module):
     def behind_channel(self, x_TD: Tensor) -> Tensor:
         """The same of the channel mixer."""
         return x_TD
+
+    def leave_sums(self, behind: RMSNorm) -> None:
+        """Leave the sums over the ranks to the norms behind the mixers; `behind` is that of the next layer."""
+        self.leaves_sums = self.post_attention_layernorm.sums_ranks = behind.sums_ranks = True
+        for module in (self.self_attn, self.linear_attn, self.mlp):
+            for each in module.modules() if module is not None else ():
+                if isinstance(each, (RowParallelLinear, SparseMoE)):
+                    each.reduces = False
 
     def weights_are_loaded(self) -> None:
         """Connect the norms in front of mixers with the matmul that reads them, if one does. A layer whose `forward`
@@ -128,6 +138,11 @@ class Decoder(nn.Module):
         self.hidden_state_layers = config.hidden_state_layers
         self.norm = layers[-1].norm_class(config.hidden_size, config.rms_norm_eps, context)
         self.rotary = RotaryTable(config, num_positions, dtype=context.dtype, device=context.device)
+        # A custom all-reduce does not only sum. States of layers are sums that are read here.
+        is_plain = all(type(layer) is DecoderLayer for layer in layers) and not config.hidden_state_layers
+        if context.tp.custom_all_reduce is not None and is_plain:
+            for layer, behind in zip(layers, [*(each.input_layernorm for each in layers[1:]), self.norm], strict=True):
+                layer.leave_sums(behind)
 
     def forward(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
@@ -152,7 +167,11 @@ class Decoder(nn.Module):
                 kept[index + 1] = x_TD + residual_TD
             if index < len(levels) and rows_T is not None:
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
-                x_TD = x_TD + F.embedding(of_layer.of_ends(rows_T), levels[index])
+                level_TD = F.embedding(of_layer.of_ends(rows_T), levels[index])
+                if layer.leaves_sums:
+                    residual_TD = residual_TD + level_TD
+                else:
+                    x_TD = x_TD + level_TD
         assert metadata.ends is None or len(x_TD) == len(metadata.ends.rows_B), "the last layer leaves rows out"
         hidden_TD = self.norm.add_forward(x_TD, residual_TD)[0]
         kept[last + 1] = hidden_TD

@@ -7,7 +7,7 @@ NB blocks of the cache, L layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,18 +58,21 @@ class AttentionBackend(Contract, ABC):
         """
         return None
 
-    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
-        """The most tiles of a captured prefill with this number of tokens and sequences. A tile is four numbers that
-        say which keys some tokens attend to. For backends with `records_prefills`."""
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> dict[str, int]:
+        """The most tiles of a captured prefill of `num_tokens` tokens and up to `num_sequences` sequences, by the name
+        of their list. A tile is four numbers that say which keys some tokens attend to, and a kernel has a list of its
+        own. For backends with `records_prefills`."""
         raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
-    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
-        """int32 (tiles, 4): those of one step. A graph's buffer ends with zeros, which are empty tiles."""
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+                    num_tokens: int) -> dict[str, np.ndarray]:
+        """The tiles of one step for a graph of `num_tokens` tokens, int32 (tiles, 4) by the name of their list. A
+        graph's list ends with zeros, which are empty tiles."""
         raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
-    def plan_of_tiles(self, tiles: Tensor) -> Any:
-        """The plan of a captured prefill, whose `tiles` (most_graph_tiles, 4) lie on the device and change from replay
-        to replay. Tokens that are in no tile attend to nothing; what they get is finite."""
+    def plan_of_tiles(self, tiles: Mapping[str, Tensor]) -> Any:
+        """The plan of a captured prefill, whose lists of `tiles` (most_graph_tiles, 4) lie on the device and change
+        from replay to replay. Tokens that are in no tile attend to nothing; what they get is finite."""
         raise AssertionError(f"prefills of {type(self).__name__} are not captured")
 
     @abstractmethod

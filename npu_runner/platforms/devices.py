@@ -7,12 +7,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from npu_runner.platforms.transfers import Download, SideStream
+
+Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+"""Gives the other ranks a message of this one, and returns those of all ranks, in rank order. All ranks call it."""
+
+
+class AllReduce(ABC):
+    """Sums over the ranks of one host, beside the backend's. It decides by dtype, shape and strides alone which tensors
+    it accepts, so that all ranks decide alike."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> bool:
+        """Sum `x` over the ranks, in place. False: it does not accept `x`, and nothing was done."""
+
+    @abstractmethod
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+                     ) -> tuple[Tensor, Tensor] | None:
+        """`Ops.add_rms_norm` of the sum of `x_TD` over the ranks. None: it does not accept them."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +176,10 @@ class Communicators(ABC):
 
     def make(self, group: Any, rank: int) -> None:
         """Make the communicator of a process group now, so that the memory it takes is measured with the rest."""
+        return None
+
+    def custom_all_reduce(self, rank: int, num_ranks: int, exchange: Exchange) -> AllReduce | None:
+        """An all-reduce beside the backend's, whose memory is taken now; None, on all ranks: there is none."""
         return None
 
 

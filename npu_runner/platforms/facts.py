@@ -21,7 +21,7 @@ class AttentionFacts:
     most_elements: int | None = None
     """The most elements of a layer's keys that it addresses; None: any number."""
     records_prefills: bool = False
-    """Its short prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
+    """Its prefills are recorded in graphs, in every graph mode but eager (`graph_tiles`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

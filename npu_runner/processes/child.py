@@ -35,6 +35,7 @@ _POLL_SECONDS = 0.5
 """Python sees a signal that came just before a wait only once the wait is over; so no wait lasts longer than this."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PF_EXITING = 4
 
 _lock = threading.Lock()
 _start_queue: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None
@@ -91,6 +92,11 @@ class Child:
         return _end(self._process)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether it has ended or is about to. The system may need seconds to take a device from a killed process."""
+        return not self.is_running or is_ending(self.pid)
+
+    @property
     def is_stopped(self) -> bool:
         """Whether the process is stopped (the function `is_stopped`)."""
         return is_stopped(self.pid)
@@ -114,6 +120,16 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] == "T"
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the system is about to end a process, or has done so."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    state, *numbers = text.rpartition(")")[2].split()
+    return state in "ZX" or bool(int(numbers[5]) & _PF_EXITING)
 
 
 def describe_exit(status: int) -> str:

@@ -109,6 +109,8 @@ class MemoryProfile:
     """Taken since the start beside the allocator: communicators, kernels, streams."""
     other_bytes: int = 0
     """In use by anything else before, other processes included."""
+    graph_bytes: int = 0
+    """Left free for graphs of long prefills."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Makes the graphs of a rank whose cache stands: compiles those of decode steps, warms them up, compares those of
-earlier runs, and records those of short prefills.
+earlier runs, and records those of prefills.
 
 A kept graph is used again if it was made of the same and answers as an eager step does. Knows nothing of how a rank was
 loaded, nor of how a platform compiles or stores a graph.
@@ -12,7 +12,8 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +31,7 @@ from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, Step
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, Forwards, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode, dummy_drafts, dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket, PrefillBuckets, PrefillForward
-from npu_runner.runner.settings import Settings
+from npu_runner.runner.settings import SHORT_TOKENS, Settings
 from npu_runner.runner.step import StepRunner
 from npu_runner.runner.step_arrays import SAMPLER_ARRAYS, step_arrays
 from npu_runner.runner.votes import Votes
@@ -76,7 +77,8 @@ class DecodeParts:
 
 
 def compile_decode_graphs(parts: DecodeParts, progress: Progress) -> None:
-    """Give the steps a graph for every bucket, largest first, as far as the device has room for them.
+    """Give the steps a graph for every bucket, largest first, as far as the device has room for them; a model that
+    pools has no decode steps, and graphs of prefills alone.
 
     The caller clears what dummy steps leave in the caches. `progress` is called for each graph that is
     begun.
@@ -124,7 +126,8 @@ def _make_buckets(parts: DecodeParts, compiler: GraphCompiler) -> DecodeBuckets:
         most_rows = min(most_rows, settings.max_num_seqs + steps.states.plan.num_spares)
     if steps.states is not None:
         max_padding = None if most_rows else steps.states.plan.num_padding
-    sizes = bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
+    is_eager = settings.graph_mode == "eager"
+    sizes = () if is_eager else bucket_sizes(settings.max_num_seqs, parts.graph_batch_sizes, most_rows)
     return DecodeBuckets(sizes, compiler, block_size=settings.block_size, last_tokens=steps.last_tokens_S,
                          tables=steps.tables, max_padding=max_padding)
 
@@ -157,18 +160,22 @@ def _dummy_drafts(parts: DecodeParts, most: int, below: int) -> ScheduledBatch |
 
 
 def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progress: Progress) -> None:
-    """Largest first, as far as all ranks have room for them; prefills without a graph are eager."""
-    steps = parts.steps
+    """Largest first, each that all ranks have room for: a smaller one needs less. Prefills without a graph are eager.
+    """
+    steps, memory = parts.steps, parts.steps.platform.memory
     model, attention = steps.model, steps.attention
 
-    def forward(inputs: StepInputs, tiles: Tensor, end_rows_R: Tensor) -> Tensor:
+    def forward(inputs: StepInputs, tiles: Mapping[str, Tensor], end_rows_R: Tensor) -> Tensor:
         metadata = AttentionMetadata.from_inputs(inputs, attention.plan_of_tiles(tiles), is_prefill=True,
                                                  ends=PromptEnds(end_rows_R) if steps.accepts_ends else None)
         return model(model.embed(inputs.tokens), inputs.positions, metadata)
 
     steps.prefills = prefills = PrefillBuckets(attention, steps.tables, block_size=steps.block_size,
-                                                uses_mrope=parts.model_config.rope.mrope_section is not None)
-    order = sorted(parts.settings.prefill_sizes, reverse=True)
+                                                uses_mrope=parts.model_config.rope.mrope_section is not None,
+                                                of_rows=steps.of_rows)
+    order = sorted((*parts.settings.prefill_sizes, *parts.settings.long_prefill_sizes), reverse=True)
+    memory.empty_cache()
+    before, begun = memory.info(), time.perf_counter()
     for number, size in enumerate(order, start=1):
         what = f"the graph of prefills of {size} tokens"
         progress("recording", f"prefills of {size} tokens (graph {number} of {len(order)})")
@@ -181,9 +188,12 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
         refusal = votes.refusal(what, _why_no_graph(parts, record))
         if refusal:
             prefills.drop(size)
-            logger.warning("without %s (%s): prefills up to that size run eagerly, or are padded to %s tokens",
-                           what, refusal, prefills.describe())
-            break
+            instead = f"are padded to {prefills.sizes[0]} tokens" if prefills.sizes else "run eagerly"
+            logger.warning("without %s (%s): such prefills %s", what, refusal, instead)
+        if size > SHORT_TOKENS:
+            now = memory.info()
+            num_bytes = max(0, before.free_bytes - now.free_bytes) if before and now else 0
+            prefills.long_cost = num_bytes, time.perf_counter() - begun
 
 
 def _record_sampling(steps: StepRunner, buckets: DecodeBuckets) -> None:
@@ -316,7 +326,7 @@ def _compare_prefill(parts: DecodeParts, forward: PrefillForward, size: int) -> 
     step = dummy_prefill(num_tokens, 1, block_size=steps.block_size, uses_mrope=False)
     step.new_blocks_N3[:, 2] = 1 + np.arange(len(step.new_blocks_N3))
     step.token_ids_T[:] = np.random.default_rng(0).integers(0, parts.model_config.vocab_size, num_tokens)
-    bucket = steps.prepare(step, 0, {"uniforms": np.zeros(1, dtype=np.float32)}).bucket
+    bucket = steps.prepare(step, 0, {name: np.zeros(1, dtype=dtype) for name, dtype in steps.of_rows.items()}).bucket
     assert isinstance(bucket, PrefillBucket), "the newest is the smallest"
     found, expected = (run()[: 1 if steps.accepts_ends else num_tokens].float().clone()
                        for run in (bucket.run, functools.partial(bucket.run, forward)))

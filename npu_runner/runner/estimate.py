@@ -43,7 +43,8 @@ COMMUNICATORS_BYTES = GIB
 GRAPH_BYTES_A_SEQUENCE = 4 * MIB
 """An allowance for decode graphs, which lie in what memory_utilization leaves. An H100 had 1.8 to 3."""
 GRAPH_BYTES_A_PREFILL_SIZE = 16 * MIB
-"""The same for graphs of short prefills. An H200 had 13, with 36 layers."""
+"""The same for graphs of short prefills. An H200 had 13, with 36 layers. Those of long ones, at most 512 MiB, are not
+counted: which of them there are is measured."""
 MOST_RANKS = 64
 
 
@@ -122,12 +123,12 @@ def estimate_memory(strategy: LoadStrategy, config: RunnerConfig, platform: Plat
     outside_bytes = DRIVER_BYTES + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)
     profile = MemoryProfile(total_bytes=device_bytes, weights_bytes=weights_bytes(rank.model),
                             outside_bytes=outside_bytes)
-    is_eager = settings.graph_mode == "eager"
+    num_graph_rows = 0 if settings.graph_mode == "eager" else settings.max_num_seqs
     found = Estimate(
         settings=settings, num_ranks=num_ranks, memory_utilization=config.cache.memory_utilization, profile=profile,
         reserved_bytes=rank.reserved_bytes,
-        graphs_bytes=0 if is_eager else (settings.max_num_seqs * GRAPH_BYTES_A_SEQUENCE
-                                         + len(settings.prefill_sizes) * GRAPH_BYTES_A_PREFILL_SIZE),
+        graphs_bytes=(num_graph_rows * GRAPH_BYTES_A_SEQUENCE
+                      + len(settings.prefill_sizes) * GRAPH_BYTES_A_PREFILL_SIZE),
         states=None, plan=None,
         bytes_per_block=rank.kv_shape.bytes_per_block, blocks_there=0, blocks_per_sequence=0, problem=None)
     return _with_cache(_with_steps(found, rank), rank)

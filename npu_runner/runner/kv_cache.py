@@ -125,7 +125,7 @@ def memory_left(profile: MemoryProfile, memory_utilization: float, reserved_byte
     """Bytes that weights and activations leave on a measured device for caches and states."""
     allowed = int(profile.total_bytes * memory_utilization)
     taken = (profile.weights_bytes + profile.activation_peak_bytes + profile.staging_bytes + profile.outside_bytes
-             + profile.other_bytes)
+             + profile.other_bytes + profile.graph_bytes)
     return allowed - taken - reserved_bytes - HEADROOM_BYTES
 
 
@@ -138,6 +138,8 @@ def memory_ledger(profile: MemoryProfile, is_measured: bool, reserved_bytes: int
             rows += [("images of the next step", profile.staging_bytes)]
         rows += [("outside the allocator", profile.outside_bytes), ("in use by others", profile.other_bytes),
                  ("headroom", HEADROOM_BYTES)]
+        if profile.graph_bytes:
+            rows += [("graphs of long prefills", profile.graph_bytes)]
     rows += [("vision cache, at most", reserved_bytes)]
     if states is not None:
         rows += [("states of sequences", states.num_bytes)]

@@ -24,15 +24,15 @@ from npu_runner.errors import RequestError
 from npu_runner.grammars.matchers import Matchers, Rule
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import pick_platform
-from npu_runner.request.limits import size
 from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.images import VisionCache
 from npu_runner.runner.kv_cache import cache_window, check_kv_cache_bytes
+from npu_runner.runner.long_prefills import LongPrefills, choose_long_prefills
 from npu_runner.runner.memory import MemoryMeter, weights_bytes
-from npu_runner.runner.settings import resolve_settings, state_needs
+from npu_runner.runner.settings import SHORT_TOKENS, resolve_settings, state_needs
 from npu_runner.runner.step import StepUnderWay
 from npu_runner.runner.weights import load
 from npu_runner.sampling.token_constraints import ConstrainedRows
@@ -85,9 +85,15 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             self.allocate_states(self._meter.final_profile(weights_bytes(self.model)))
             profile = self.profile_run()
             self.allocate_states(profile)
-            self.allocate_kv_cache(profile)
-            if self.settings.graph_mode != "eager":
+            long_prefills = self.choose_long_prefills() if self.settings.long_prefill_sizes else None
+            self.allocate_kv_cache(dataclasses.replace(
+                profile, graph_bytes=long_prefills.num_bytes if long_prefills else 0))
+            if self.settings.makes_graphs:
                 self.compile_decode()
+            if long_prefills and (prefills := self.steps.prefills):
+                sizes = [size for size in prefills.sizes if size > SHORT_TOKENS]
+                self.ledger += long_prefills.describe(sizes, *prefills.long_cost)
+                self.guard.ledger = self.ledger
         self._is_ready = True
         self._start_clock.end()
         logger.info("ready: %s", self._start_clock.describe())
@@ -109,19 +115,18 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self._phase = phase
         self._report_phase(phase)
 
-    def _report_weights(self, num_read: int, num_bytes: int) -> None:
-        self._report(f"loading weights: {size(num_read)} of {size(num_bytes)}")
-
     # -- start-up --------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
         self._progress("loading weights")
         self._meter = MemoryMeter(self.platform.memory)
+        # The backend makes its communicator now, in memory that is measured. Later steps may need none of its sums.
+        self.tp.minimum(0, self.device)
         context = self.make_context()
         logger.info("attention: %s", self.settings.attention_backend)
         if self.gated_delta is not None:
             logger.info("Gated DeltaNet: %s", self.gated_delta.name)
-        self.set_network(load(self.checkpoint, self.settings, context, self.platform.memory, self._report_weights))
+        self.set_network(load(self.checkpoint, self.settings, context, self.platform.memory, self._report))
         self.steps = self.make_steps()
 
     def get_model(self) -> nn.Module:
@@ -183,6 +188,15 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.set_max_num_seqs(num_seqs)
         self.steps = self.make_steps()
 
+    def choose_long_prefills(self) -> LongPrefills:
+        """Choose the long prefills to record, while the cache has one block, and let the settings have these alone."""
+        self._progress("timing long prefills")
+        numbers_a_token = 0 if self.steps.accepts_ends else self.model_config.hidden_size + self.num_appended
+        found = choose_long_prefills(self.steps, self.settings.long_prefill_sizes, self._meter,
+                                     uses_mrope=self.uses_mrope, bytes_a_token=numbers_a_token * self.dtype.itemsize)
+        self.settings = dataclasses.replace(self.settings, long_prefill_sizes=tuple(found.sizes))
+        return found
+
     def allocate_kv_cache(self, profile: MemoryProfile) -> None:
         """Size the cache by the ledger, agree with the other ranks on the smallest, and bind it to the layers."""
         self._progress("allocating the KV cache")
@@ -195,7 +209,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.steps.copy_blocks = partial(self.attention.copy_blocks, self.k_cache, self.v_cache)
 
     def compile_decode(self) -> None:
-        """Compile the decode forward for every bucket, largest first."""
+        """Compile the decode forward for every bucket, largest first, and record prefills."""
         parts = DecodeParts(
             steps=self.steps, settings=self.settings, model_config=self.model_config, dtype=self.dtype,
             num_blocks=self.num_blocks, max_model_len=self.max_model_len,
@@ -309,7 +323,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         if self.steps.buckets is not None:
             self.steps.buckets.compiler.release()
         del self.steps, self.model, self.k_cache, self.v_cache, self.states, self.attention, self.ops
-        if self.settings.graph_mode != "eager":
+        if self.settings.makes_graphs:
             gc.collect()  # compiled callables and their frames hold each other; all else goes at once
         try:
             self.platform.memory.empty_cache()

@@ -11,6 +11,7 @@ B rows of the step whose prompt ends in it, T tokens in the step, D hidden size,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class PooledValues:
 
 class PoolingStepRunner(StepRunner):
     """A StepRunner that pools and does not sample."""
+
+    of_rows = MappingProxyType({"dimensions": np.int32})
 
     def __init__(self, *arguments: Any, pooling: PoolingConfig, hidden_size: int, **settings: Any):
         super().__init__(*arguments, sampler=None, **settings)

@@ -23,8 +23,11 @@ from npu_runner.runner.states import StateNeeds, StateShape
 
 MAX_COUNTED_TOKENS = 2**31 - 1
 FP8_CACHE = "float8_e4m3fn"
-# Close together, as the device computes the padding, too. Longer steps keep it busy by themselves.
-_PREFILL_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024 + 1, 128))
+SHORT_TOKENS = 1024
+"""Prefills up to this size are always recorded; they do not keep a device busy."""
+# Close together, as the device computes the padding, too.
+_SHORT_SIZES = (16, 32, *range(64, 512, 64), *range(512, SHORT_TOKENS + 1, 128))
+_MOST_LONG_SIZES, _LONG_MULTIPLE = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,15 @@ class Settings:
     several tokens of a sequence through them."""
     prefill_sizes: tuple[int, ...] = ()
     """Tokens of the prefills that graphs are made for."""
+    long_prefill_sizes: tuple[int, ...] = ()
+    """Tokens of further ones, in ascending order, as far as launching them takes the host long enough."""
     state_ring_length: int = 0
     """Tokens of a ring; 0: there are no rings."""
+
+    @property
+    def makes_graphs(self) -> bool:
+        """`graph_mode` is that of decode steps, which a model that pools has none of: its prefills may be recorded."""
+        return self.graph_mode != "eager" or bool(self.prefill_sizes)
 
     @property
     def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -113,12 +123,17 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
     graphs_accept_drafts = not model_config.state_layers or platform.state_facts.drafts_in_graphs
     drafts = speculative if graphs_accept_drafts else None
     most_rows = max_num_seqs if drafts is None else drafts.most_tokens(max_num_seqs)
-    graph_mode = _graph_mode(config.graphs, model_config, platform, most_rows)
+    graph_mode = prefill_mode = _graph_mode(config.graphs, model_config, platform, facts, most_rows)
+    if model_config.pooling is not None:
+        graph_mode = "eager"  # nothing is decoded
     max_num_batched_tokens = scheduler.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     _check_states(config.cache, model_config, max_num_batched_tokens, block_size)
     dtype = config.dtype if config.dtype != "auto" else (platform.defaults.dtype or model_config.dtype)
     max_model_len = _max_model_len(config, model_config, platform, facts)
     most_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    kv_cache_dtype = _kv_cache_dtype(config, platform, facts, dtype, kv_cache_scheme(quantization))
+    prefill_sizes, long_prefill_sizes = _prefill_sizes(config, model_config, platform, facts, prefill_mode, most_tokens,
+                                                       is_fp8=kv_cache_dtype == FP8_CACHE)
     return Settings(
         dtype=dtype,
         attention_backend=attention_backend,
@@ -129,8 +144,9 @@ def resolve_settings(config: RunnerConfig, model_config: ModelConfig, platform: 
         block_size=block_size,
         graph_mode=graph_mode,
         graph_cache_dir=_graph_cache_dir(config.graphs, platform, graph_mode),
-        prefill_sizes=_prefill_sizes(config, model_config, platform, facts, graph_mode, most_tokens),
-        kv_cache_dtype=_kv_cache_dtype(config, platform, facts, dtype, kv_cache_scheme(quantization)),
+        prefill_sizes=prefill_sizes,
+        long_prefill_sizes=long_prefill_sizes,
+        kv_cache_dtype=kv_cache_dtype,
         weight_forms=_weight_forms(config, platform, dtype, graph_mode),
         speculative=speculative,
         graphs_accept_drafts=graphs_accept_drafts,
@@ -263,9 +279,14 @@ def _max_num_seqs(config: SchedulerConfig, model_config: ModelConfig, platform: 
     return max_num_seqs
 
 
-def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platform, most_rows: int) -> str:
+def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platform, facts: AttentionFacts,
+                most_rows: int) -> str:
+    """The mode of decode steps. A model that pools has none, and its prefills are recorded in every mode but eager."""
     graph_mode = "eager" if config.enforce_eager else config.graph_mode
-    if model_config.pooling is not None:
+    if model_config.pooling is not None and config.graph_batch_sizes is not None:
+        raise ConfigError(f"graph_batch_sizes {config.graph_batch_sizes}: the model pools its prompts, nothing is "
+                          "decoded; leave it out")
+    if model_config.pooling is not None and not facts.records_prefills:
         if graph_mode not in ("auto", "eager"):
             raise ConfigError(f"graph_mode {graph_mode!r}: the model pools its prompts, nothing is decoded, no graph "
                               "has a use; leave it at auto")
@@ -288,9 +309,10 @@ def _graph_mode(config: GraphConfig, model_config: ModelConfig, platform: Platfo
 
 
 def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Platform, facts: AttentionFacts,
-                   graph_mode: str, most_tokens: int) -> tuple[int, ...]:
-    """Raises ConfigError for sizes that are asked for where nothing makes such graphs, or where no step has them.
-    `most_tokens`: the most that a prefill can have."""
+                   graph_mode: str, most_tokens: int, *, is_fp8: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`prefill_sizes` and `long_prefill_sizes`. Raises ConfigError for sizes that are asked for where nothing makes
+    such graphs, or where no step has them. `most_tokens`: the most that a prefill can have. `is_fp8`: of the KV cache.
+    """
     given, problem = config.graphs.graph_prefill_sizes, None
     if graph_mode == "eager":
         problem = "it has no use in eager mode"
@@ -301,12 +323,20 @@ def _prefill_sizes(config: RunnerConfig, model_config: ModelConfig, platform: Pl
     elif given is not None and given[-1] > most_tokens:
         problem = (f"no step has more than {most_tokens} tokens, by max_num_batched_tokens and by max_num_seqs prompts "
                    "of max_model_len")
+    elif given is not None and is_fp8 and given[-1] > SHORT_TOKENS:
+        problem = f"prefills of more than {SHORT_TOKENS} tokens over an FP8 cache are not recorded"
     if problem is None:
-        sizes = _PREFILL_SIZES if given is None else given
-        return tuple(size for size in sizes if 0 < size <= most_tokens)
+        sizes = tuple(size for size in (_SHORT_SIZES if given is None else given) if 0 < size <= most_tokens)
+        return sizes, () if given is not None or is_fp8 else _long_sizes(most_tokens)
     if given is not None and any(given):
         raise ConfigError(f"graph_prefill_sizes {given}: {problem}; leave it out")
-    return ()
+    return (), ()
+
+
+def _long_sizes(most_tokens: int) -> tuple[int, ...]:
+    """Equally far apart: a step is padded with at most an eighth of `most_tokens`."""
+    apart = -(-most_tokens // (_MOST_LONG_SIZES * _LONG_MULTIPLE)) * _LONG_MULTIPLE
+    return tuple(size for size in (*range(apart, most_tokens, apart), most_tokens) if size > SHORT_TOKENS)
 
 
 def _speculative(config: SchedulerConfig, model_config: ModelConfig, platform: Platform) -> SpeculativeConfig | None:

@@ -9,8 +9,9 @@ B sequences in the step, T tokens in the step, S slots, padding's included, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,6 +111,8 @@ class StepRunner:
 
     reads_all_of_prompts = False
     """Whether it reads the final hidden states of all tokens of a prefill."""
+    of_rows: Mapping[str, type[np.generic]] = MappingProxyType({"uniforms": np.float32})
+    """The dtypes of the arrays that `admit` makes."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, platform: Platform, device: torch.device, *,
                  tp: TensorParallel, block_size: int, max_num_seqs: int, max_model_len: int, images: ImageEncoder,
@@ -279,7 +282,8 @@ class StepRunner:
         slots_R = prefills.pad_into(bucket, batch, arrays)
         news = self.tables.news(batch.new_blocks_N3, slots_R)
         self.tables.write(send(bucket, news.flat, self.platform.memory), news.num_entries, slots_R)
-        own = {name: bucket.tensors[name][: len(arrays[name])] for name in ("end_rows", "sampled_rows")}
+        own = {name: bucket.tensors[name][: len(arrays[name])]
+               for name in ("end_rows", "sampled_rows", "receipts", *self.of_rows)}
         return PreparedStep(batch, number, {**bucket.tensors, **own}, bucket.inputs, bucket, None,
                             ends=PromptEnds(own["end_rows"]) if self.accepts_ends else None)
 

@@ -43,12 +43,15 @@ _TARGETS = {INT8: TO_INT8, FP8: TO_FP8}
 
 
 def load(checkpoint: OpenedCheckpoint, settings: Settings, context: LayerContext, memory: Memory,
-         progress: Callable[[int, int], None]) -> nn.Module:
-    """The network with its weights; says what is dequantised. `progress`: bytes that were read, of all.
+         report: Callable[[str], None]) -> nn.Module:
+    """The network with its weights; says what is dequantised. `report` is told how much was read.
 
     Raises OutOfMemoryError, before anything is read, where quantised weights become more than this rank's part of what
     is free, and ModelError for a network that no step can run.
     """
+    def progress(num_read: int, num_bytes: int) -> None:
+        report(f"loading weights: {size(num_read)} of {size(num_bytes)}")
+
     model = _load(checkpoint, settings, context, memory, progress)
     if not isinstance(model, LanguageModel):
         raise ModelError(f"{type(checkpoint.strategy).__name__} built a {type(model).__name__}, not to be run: a "

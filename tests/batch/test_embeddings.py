@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.batch.rows.pooled import EmbeddingBody
 from npu_runner.cli import main as cli
 from npu_runner.errors import RequestError
+from npu_runner.platforms.cpu.platform import CpuPlatform
+from npu_runner.platforms.facts import AttentionFacts
+from npu_runner.platforms.graphs import Recorder
 from npu_runner.request.limits import LIMITS
 from tests.batch.pooled_jobs import MESSAGES, SMALL, embedding_row
 from tests.batch.scripted import completion_row, read_rows, row, write_rows
+from tests.oracle.running import UncompiledGraphs
+from tests.oracle.tiled_attention import TiledAttention
 
 EXTRAS = {"messages", "metadata", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message",
           "chat_template_kwargs", "mm_processor_kwargs"}  # fmt: skip
@@ -144,3 +150,35 @@ def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: 
     with pytest.raises(RequestError) as refused:
         parse_row(embedding_row("a", **body)).to_params({}, 0)
     assert (refused.value.code, refused.value.param) == (code, param)
+
+
+class Repeating(UncompiledGraphs):
+    """Runs what a graph would replay."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def recorder(self) -> Recorder:
+        return lambda run: lambda: self._replay(run)
+
+    def _replay(self, run: Callable[[], None]) -> None:
+        self.num_replays += 1
+        run()
+
+
+def test_an_output_begun_eagerly_goes_on_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is made again, and the others are those of eager prefills."""
+    rows, compiler = [embedding_row(str(number), input=f"{number} circles") for number in range(4)], Repeating()
+    first = job(tmp_path, rows, "--runner", "pooling", "--enforce-eager")
+    lines = (tmp_path / "answers.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "answers.jsonl").write_bytes(b"".join(lines[:2]))
+    monkeypatch.setattr(CpuPlatform, "attention_backends", {"torch": AttentionFacts(records_prefills=True)})
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: compiler)
+    monkeypatch.setattr("npu_runner.platforms.cpu.attention.CpuAttention", TiledAttention)
+    graphs = "--graph-mode", "reduce-overhead", "--graph-prefill-sizes", "64"
+    again = job(tmp_path, rows, "--runner", "pooling", *graphs)
+    assert compiler.num_replays > 1
+    assert (tmp_path / "answers.jsonl").read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+    assert again.keys() == first.keys()
+    for name, answer in again.items():
+        np.testing.assert_allclose(vectors(answer), vectors(first[name]), atol=1e-5)

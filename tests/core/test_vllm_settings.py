@@ -39,6 +39,7 @@ def test_what_asks_for_nothing_is_left_out(given: dict[str, Any]) -> None:
     ({"kv_cache_memory_bytes": 1 << 30}, {"kv_cache_bytes": 1 << 30}),
     ({"kv_cache_bytes": "64M", "vision_cache_bytes": "1K"}, {"kv_cache_bytes": 64 << 20, "vision_cache_bytes": 1024}),
     ({"dtype": "half"}, {"dtype": "float16"}), ({"dtype": "float"}, {"dtype": "float32"}),
+    ({"disable_custom_all_reduce": True}, {"disable_custom_all_reduce": True}),
     ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}), ({"load_format": "dummy"}, {"load_format": "dummy"}),
     ({"task": "embedding"}, {"task": "embed"}), ({"task": "score"}, {"task": "score"}),
     ({"task": "generate"}, {"runner": "generate"}), ({"quantization": "fp8"}, {"quantization": "fp8"}),

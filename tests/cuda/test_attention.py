@@ -62,13 +62,14 @@ def test_a_prefill_of_padded_tokens_and_empty_tiles(device: torch.device, window
     """As a captured one has them: tokens in no tile attend to nothing, in every layer."""
     work = PagedWork([0, 0, 64, 77, 150], [1, 70, 64, 20, 1], dtype=dtype, window=window)
     backend, num_tokens, num_padded = work.backend(), sum(work.query_lens), 40
-    found = backend.graph_tiles(work.query_lens, work.context_lens)
-    tiles = torch.zeros((backend.most_graph_tiles(num_tokens, len(work.query_lens)), 4), dtype=torch.int32)
+    found = backend.graph_tiles(work.query_lens, work.context_lens, num_tokens)["tiles"]
+    most = backend.most_graph_tiles(num_tokens, len(work.query_lens))
+    tiles = torch.zeros((most["tiles"], 4), dtype=torch.int32)
     assert len(found) < len(tiles)
     tiles[: len(found)] = torch.from_numpy(found)
     q_TNH = torch.cat([work.q_TNH, torch.full((num_padded, work.num_heads, work.head_dim), torch.nan, dtype=dtype)])
     metadata = AttentionMetadata(True, torch.empty(0), torch.empty(0), work.block_tables_BW.to(device),
-                                 backend.plan_of_tiles(tiles.to(device)))
+                                 backend.plan_of_tiles({"tiles": tiles.to(device)}))
     for _ in range(2):
         out_TNH = backend.prefill(q_TNH.to(device), work.k_cache.to(device), work.v_cache.to(device), metadata,
                                   work.head_dim**-0.5, window=window).cpu()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_runner.platforms.step_inputs import AttentionMetadata
 from tests.cuda.paged_work import PagedWork, assert_close, need_fp8, need_hopper
 
 # (num_heads, num_kv_heads): groups that fill a tile's 128 rows, groups that leave some, and one head alone.
@@ -170,6 +171,67 @@ def test_all_else_stays_in_triton(device: torch.device, change: dict[str, Any],
     monkeypatch.setattr(PromptAttention, "attend", None)
     work = PagedWork(**{"cached_lens": [40], "query_lens": [1100], "head_dim": 128, "dtype": torch.bfloat16, **change})
     work.assert_equals_definition(device, is_prefill=True)
+
+
+class GraphStep:
+    """Attention of 3,000 tokens and 40 prompts at most, captured once; `run` gives it the lists of another step."""
+
+    def __init__(self, work: PagedWork, device: torch.device):
+        self.backend, self.device, self.num_tokens = work.backend(), device, 3000
+        self.backend.windows = (None, work.window) if work.window else (None,)
+        self.tiles = {name: torch.zeros((most, 4), dtype=torch.int32, device=device)
+                      for name, most in self.backend.most_graph_tiles(self.num_tokens, 40).items()}
+        self.tables_BW = torch.zeros((40, 64), dtype=torch.int32, device=device)
+        self.q_TNH = torch.zeros((self.num_tokens, work.num_heads, work.head_dim), dtype=work.dtype, device=device)
+        self.caches = [torch.zeros((200, *work.k_cache.shape[1:]), dtype=work.dtype, device=device) for _ in "kv"]
+        self.window, self.scale = work.window, work.head_dim**-0.5
+        self.attend()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out_TNH = self.attend()
+
+    def attend(self) -> Tensor:
+        metadata = AttentionMetadata(True, torch.empty(0), torch.empty(0), self.tables_BW,
+                                     self.backend.plan_of_tiles(self.tiles))
+        found: Tensor = self.backend.prefill(self.q_TNH, *self.caches, metadata, self.scale, window=self.window)
+        return found
+
+    def run(self, work: PagedWork) -> tuple[Tensor, dict[str, int]]:
+        """The graph's result for the step (T, N, H), and how many tiles its lists have."""
+        found = self.backend.graph_tiles(work.query_lens, work.context_lens, self.num_tokens)
+        for name, tiles in found.items():
+            self.tiles[name].zero_()
+            self.tiles[name][: len(tiles)] = torch.from_numpy(tiles)
+        num_rows, width = work.block_tables_BW.shape
+        self.tables_BW[:num_rows, :width] = work.block_tables_BW
+        self.q_TNH.fill_(torch.nan)
+        self.q_TNH[: len(work.q_TNH)] = work.q_TNH
+        for cache, filled in zip(self.caches, (work.k_cache, work.v_cache), strict=True):
+            cache[: len(filled)] = filled
+        self.graph.replay()
+        out_TNH = self.out_TNH.cpu()
+        assert not out_TNH[len(work.q_TNH) :].any(), "tokens in no tile attend to nothing"
+        return out_TNH[: len(work.q_TNH)], {name: len(tiles) for name, tiles in found.items()}
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_graph_gives_the_bits_of_each_eager_step(device: torch.device, window: int | None) -> None:
+    """It has both kernels, and a step the faster one: this one, or Triton's for short prompts and few tokens."""
+    from npu_runner.platforms.cuda.split_k import make_counters
+
+    steps = [([0, 70, 900], [1100, 128, 1]), ([0, 70] * 20, [60, 3] * 20), ([40], [2900]), ([0] * 3, [40, 1, 300]),
+             ([0, 5] * 20, [74] * 40)]
+    works = [PagedWork(*lens, num_heads=8, head_dim=128, dtype=torch.bfloat16, window=window) for lens in steps]
+    graph = GraphStep(works[0], device)
+    for work in works * 2:
+        found, counts = graph.run(work)
+        is_ours = sum(work.query_lens) >= max(1024, 64 * len(work.query_lens))
+        assert bool(counts["prompt_tiles"]) == is_ours
+        assert bool(counts["tiles"]) != is_ours
+        assert counts["window_tiles"]
+        assert torch.equal(found, work.run(device, work.backend(), is_prefill=True))
+        assert_close(found, work.expected(), work.dtype)
+        assert make_counters(device, 2)[:2].tolist() == [0, 0]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.engine.executors import shared_memory
 from npu_runner.engine.executors.shared_memory import SharedMemoryExecutor
 from npu_runner.errors import EngineDeadError, OutOfMemoryError
+from npu_runner.processes.child import is_ending
 from tests import zygote
 from tests.full_set import only_full
 
@@ -55,6 +56,22 @@ def test_a_killed_rank_is_named_and_the_others_end(victim: int, checkpoint: Any)
     assert_gone(process_ids)
     assert set(os.listdir("/dev/shm")) <= segments
     llm.close()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_was_aborted_is_not_named_before_one_that_was_killed(killed: int, checkpoint: Any) -> None:
+    """A peer whose device loses memory of a dead rank is aborted, and may be gone first."""
+    llm = LLM(checkpoint("qwen3"), **SETTINGS)
+    process_ids = executor_of(llm).process_ids()
+    llm.engine.add_request("r", llm.engine.processor.from_text("which picture"), LONG)
+    llm.engine.step()
+    for rank, name in ((1 - killed, signal.SIGABRT), (killed, signal.SIGKILL)):
+        os.kill(process_ids[rank], name)
+        while not is_ending(process_ids[rank]):
+            time.sleep(0.01)
+    with pytest.raises(EngineDeadError, match=rf"rank {killed} died .killed by SIGKILL"):
+        run_to_end(llm)
+    assert_gone(process_ids)
 
 
 def test_a_stopped_rank_is_noticed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_where_nothing_ends_early_hits_and_preemptions_are_the_same(model_type: 
 
 @pytest.mark.slow
 @pytest.mark.full("two ranks start; their prompts are scored with steps under way (test_prompt_logprobs.py)")
+@pytest.mark.ranks
 def test_two_ranks_with_steps_under_way_answer_as_one_without(checkpoint: Any, platform_name: str) -> None:
     need_devices(platform_name)
     path: Path = checkpoint("qwen3")

@@ -122,6 +122,7 @@ def test_without_activation_the_logits_are_given(llm: LLM, path: Path, prompts: 
 
 
 @pytest.mark.full("starts two ranks, each of which has the whole head; states of tokens from two are in the fast set")
+@pytest.mark.ranks
 def test_two_ranks_classify_as_one(path: Path, prompts: list[list[int]], platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:

@@ -58,7 +58,7 @@ def test_nothing_is_decoded_compiled_or_kept(llm: LLM, prompts: list[list[int]])
     stats = llm.stats()
     assert stats.num_decode_steps == 0
     assert stats.kv_blocks_used == 0
-    assert llm.engine.info.graphs == "eager"
+    assert llm.engine.info.graphs in ("eager", "none; prefills of 16, 32 tokens")
     assert llm.engine.model_config.pooling is not None
 
 
@@ -92,6 +92,7 @@ def test_steps_under_way_change_nothing(
 
 
 @pytest.mark.full("starts two ranks, each of which pools whole states; states from two stay (test_token_states.py)")
+@pytest.mark.ranks
 def test_two_ranks_pool_as_one(
         embedding_model: tuple[Path, Path], prompts: list[list[int]], platform_name: str) -> None:
     need_devices(platform_name)
@@ -181,6 +182,8 @@ def test_what_a_model_was_not_loaded_for_is_refused_before_any_work(
         with pytest.raises(RequestError, match=r"generates text .*--runner pooling") as refused:
             generating.embed("hello")
         assert refused.value.code == "wrong_endpoint"
+    if platform_name == "cuda":
+        return  # its prefills are recorded
     with pytest.raises(ConfigError, match="no graph has a use"):
         LLM(embedding_model[1], platform=platform_name, graph_mode="reduce-overhead", **SMALL)
 

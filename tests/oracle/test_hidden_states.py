@@ -82,6 +82,7 @@ def test_preempted_sequences_return_each_token_once(path: Path, prompts: list[li
         assert_states(path, prompt, result, (2,))
 
 
+@pytest.mark.ranks
 def test_two_ranks_return_the_same(path: Path, prompts: list[list[int]], platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, tensor_parallel_size=2,

@@ -61,8 +61,10 @@ def texts(llm: LLM) -> list[PromptInputs]:
     return [chat, *(llm.processor.from_text(rng.integers(0, 290, length).tolist()) for length in (1, 2, 33, 64, 140))]
 
 
-@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}, {"async_scheduling": True},
-                                      {"tensor_parallel_size": 2}], ids=["cached", "uncached", "ahead", "ranks"])
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="cached"), pytest.param({"enable_prefix_caching": False}, id="uncached"),
+    pytest.param({"async_scheduling": True}, id="ahead"),
+    pytest.param({"tensor_parallel_size": 2}, id="ranks", marks=pytest.mark.ranks)])
 def test_prompts_cut_and_mixed(checkpoint: Make, platform_name: str, settings: dict[str, Any]) -> None:
     if "tensor_parallel_size" in settings:
         need_devices(platform_name)

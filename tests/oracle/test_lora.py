@@ -121,6 +121,7 @@ def test_a_head_of_its_own_is_untied_from_the_embedding(made: Make, platform_nam
 
 
 @pytest.mark.full("two ranks start twice; slices of what is merged are compared in the fast set")
+@pytest.mark.ranks
 def test_two_ranks_cut_what_is_merged(made: Make, platform_name: str) -> None:
     """8 s. Rows, columns and DoRA's norms of whole rows."""
     need_devices(platform_name)

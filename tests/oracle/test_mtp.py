@@ -295,6 +295,7 @@ def test_preempted_and_aborted_sequences_leave_the_head_as_defined(checkpoint: A
 
 @pytest.mark.full("two ranks start; one rank stays")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.ranks
 def test_two_ranks_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path, platform_name: str) -> None:
     need_devices(platform_name)
     path = with_head(checkpoint(model_type), tmp_path / "head", quiet=QUIET)

@@ -62,6 +62,7 @@ def test_videos_are_in_what_the_head_reads(model_type: str, checkpoint: Any, tmp
 @pytest.mark.full("two ranks start; whole experts stay without a head, and heads with experts on one rank")
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.ranks
 def test_ranks_with_whole_experts_draft_as_one(model_type: str, checkpoint: Any, tmp_path: Path,
                                                platform_name: str) -> None:
     """Of seven experts the last rank has one less than the first, of the head's layer too."""

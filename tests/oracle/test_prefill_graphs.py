@@ -6,24 +6,29 @@ is under test is what surrounds a graph.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from npu_runner import LLM
+from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError
+from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.graphs import GraphResourceError, Recorder
 from npu_runner.runner.dummy import dummy_prefill
 from npu_runner.runner.prefill_graphs import PrefillBucket
 from tests.full_set import only_full
+from tests.oracle import reference
+from tests.oracle.embedding_checkpoints import assert_same, expected_vector
 from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.returned_states import assert_states
 from tests.oracle.running import SMALL, UncompiledGraphs, assert_equals_reference, greedy, runner_of
@@ -36,17 +41,18 @@ SLIDES = {"sliding_window": 10, **SOME_SLIDE["qwen3"]}
 
 
 class Repeating(UncompiledGraphs):
-    """`room`: for so many graphs of prefills."""
+    """There is no memory for the graphs of prefills with these numbers, the largest one's is 0."""
 
-    def __init__(self, room: int = 100):
-        self.room = room
+    def __init__(self, refused: Sequence[int] = ()):
+        self.refused = refused
+        self.count = 0
 
     def recorder(self) -> Recorder:
         return self._record
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.room -= 1
-        if self.room < 0:
+        self.count += 1
+        if self.count - 1 in self.refused:
             raise GraphResourceError("no room for one more")
         return run
 
@@ -146,16 +152,28 @@ def test_log_probabilities_of_prompts_are_those_of_eager_steps(checkpoint: Any, 
     assert found[0] == found[1]
 
 
-def test_without_room_for_all_those_that_fit_are_kept(checkpoint: Any, platform_name: str, used: Counter[int],
-                                                      monkeypatch: pytest.MonkeyPatch,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("refused", "recorded", "instead"), [
+    ((2,), "12, 40", {4: "are padded to 12 tokens"}), ((0,), "4, 12", {40: "run eagerly"}),
+    ((0, 1, 2), "none", dict.fromkeys((4, 12, 40), "run eagerly"))], ids=["smallest", "largest", "all"])
+def test_a_size_without_memory_leaves_the_others(
+        refused: tuple[int, ...], recorded: str, instead: dict[int, str], checkpoint: Any, platform_name: str,
+        used: Counter[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     if platform_name != "cpu":
         pytest.skip("a device has room for all of them")
-    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: Repeating(room=2))
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: Repeating(refused))
     path: Path = checkpoint("qwen3")
     with LLM(path, platform=platform_name, graph_prefill_sizes=(4, 12, 40), **GRAPHS, **SMALL) as llm:
-        assert llm.engine.info.graphs == "2, 8; prefills of 12, 40 tokens"
-        assert "without the graph of prefills of 4 tokens (no room for one more)" in caplog.text
+        assert llm.engine.info.graphs == f"2, 8; prefills of {recorded} tokens"
+        for size, what in instead.items():
+            assert f"without the graph of prefills of {size} tokens (no room for one more): such prefills {what}" in (
+                caplog.text)
+        assert_equals_reference(path, llm, text_prompts(llm)[:2])
+
+
+def test_graphs_hold_no_more_tokens_or_prompts_than_they_have_room_for(checkpoint: Any, platform_name: str,
+                                                                       used: Counter[int]) -> None:
+    path: Path = checkpoint("qwen3")
+    with LLM(path, platform=platform_name, graph_prefill_sizes=(12, 40), **GRAPHS, **SMALL) as llm:
         prefills = runner_of(llm).steps.prefills
         assert prefills is not None
         settings = {"block_size": 16, "uses_mrope": False}
@@ -176,11 +194,98 @@ def test_no_default_size_is_above_what_prompts_can_have(checkpoint: Any, platfor
         assert_equals_reference(path, llm, text_prompts(llm)[:2])
 
 
+LONG: dict[str, Any] = {**GRAPHS, "max_num_batched_tokens": 1400, "max_num_seqs": 100, "max_model_len": 256,
+                        "dtype": "float32", "enable_prefix_caching": False}
+
+
+def many_prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(5, 290, length).tolist() for length in rng.integers(8, 22, count)]
+
+
+def test_a_long_graph_has_room_for_all_prompts_of_a_step(checkpoint: Any, platform_name: str,
+                                                         used: Counter[int]) -> None:
+    """More than the 64 of a short one; the ledger names sizes, bytes and seconds."""
+    path: Path = checkpoint("qwen3")
+    with LLM(path, platform=platform_name, **LONG) as llm:
+        info = llm.engine.info
+        assert info.graphs.endswith("896, 1024, 1280, 1400 tokens")
+        assert re.search(r"graphs of prefills of 1280, 1400 tokens took .*B, and [\d.]+ s of the start: launching one "
+                         r"of 1400 takes [\d.]+ of [\d.]+ ms", info.ledger)
+        assert ("graphs of long prefills" in info.ledger) == (platform_name == "cuda"), "where memory is measured"
+        prefills: Any = runner_of(llm).steps.prefills
+        assert prefills.long_cost[1] > 0
+        spoil_the_null_block(llm)
+        used.clear()
+        prompts = many_prompts(90)
+        outputs = llm.generate(prompts, greedy(2))
+        assert set(used) & {1280, 1400}
+        for prompt, output in zip(prompts[:70], outputs, strict=False):
+            assert output.token_ids == reference.generate(path, prompt, [], max_new_tokens=2)[0]
+
+
+@pytest.mark.parametrize(("name", "value", "sizes", "reason", "said"), [
+    ("_LEAST_SHARE", 1.5, "", "no graphs of long prefills: launching one of 1280 takes", "none (launching one of 1280"),
+    ("MOST_BYTES", 20 << 20, ", 1280", "1280 tokens took .*: launching one of 1280 takes",
+     "none (those of up to 1400 tokens would need 32.0 MiB)")], ids=["launches", "bytes"])
+def test_prefills_that_are_launched_fast_or_need_much_memory_stay_eager(
+        name: str, value: float, sizes: str, reason: str, said: str, checkpoint: Any, platform_name: str,
+        used: Counter[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if platform_name != "cpu":
+        pytest.skip("the bytes are those of graphs alone, without what a step holds")
+    caplog.set_level("INFO")
+    monkeypatch.setattr(f"npu_runner.runner.long_prefills.{name}", value)
+    with LLM(checkpoint("qwen3"), platform=platform_name, **LONG) as llm:
+        assert llm.engine.info.graphs.endswith(f"896, 1024{sizes} tokens")
+        assert re.search(reason, llm.engine.info.ledger)
+        llm.generate(many_prompts(90), greedy(1))
+        assert bool(used[1280]) == bool(sizes)
+    assert f"long prefills to record: {said}" in caplog.text
+
+
+def test_ranks_record_the_same_long_prefills(checkpoint: Any, platform_name: str, used: Counter[int],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that another rank is not for is left out here, too."""
+    others = iter([1, 0, 1])
+
+    def minimum(self: TensorParallel, value: int, device: torch.device) -> int:
+        return min(value, next(others)) if value == 1 else value
+
+    monkeypatch.setattr(TensorParallel, "minimum", minimum)
+    with LLM(checkpoint("qwen3"), platform=platform_name, **{**LONG, "max_num_batched_tokens": 1600}) as llm:
+        assert llm.engine.info.graphs.endswith("1024, 1280, 1536 tokens")
+
+
+def test_pooled_prompts_are_recorded(checkpoint: Any, platform_name: str, used: Counter[int]) -> None:
+    """The vectors are transformers', also cut ones, chunks and states of all tokens, which go without. Settings that an
+    output compares are those of an eager run: outputs begun eagerly go on."""
+    path: Path = checkpoint("qwen3")
+    settings = {"runner": "pooling", "block_size": 4, "max_num_batched_tokens": 48, "platform": platform_name, **SMALL}
+    with LLM(path, enforce_eager=True, **settings) as llm:
+        assert llm.engine.info.graphs == "eager"
+        eager = llm.engine.describe()
+    with LLM(path, graph_mode="reduce-overhead", graph_prefill_sizes=(16, 48), **settings) as llm:
+        assert llm.engine.info.graphs == "none; prefills of 16, 48 tokens"
+        assert llm.engine.describe() == eager
+        spoil_the_null_block(llm)
+        used.clear()
+        prompts = [prompt[:length] for prompt, length in zip(many_prompts(8), (5, 1, 20, 12, 7, 17, 9, 3), strict=True)]
+        prompts.append([*prompts[2], *prompts[5], *prompts[3]] * 2)
+        asked = [None, 1, 7, 64, 32, None, 5, 63, None]
+        for _ in ("cold", "warm"):
+            results = llm.embed(prompts, [PoolingParams(dimensions=dimensions) for dimensions in asked])
+            for result, prompt, dimensions in zip(results, prompts, asked, strict=True):
+                assert_same(result.embedding, expected_vector(path, prompt, dimensions=dimensions))
+        assert set(used) == {16, 48}
+        assert llm.stats().num_decode_steps == 0
+
+
 @pytest.mark.parametrize(("settings", "problem"), [
     ({"graph_mode": "eager"}, "has no use in eager mode"),
     ({**GRAPHS, "max_num_batched_tokens": 32}, "no step has more than 32 tokens, by max_num_batched_tokens"),
     ({**GRAPHS, "graph_batch_sizes": (1,), "max_num_seqs": 1, "max_model_len": 32}, "no step has more than 32 tokens"),
     ({**GRAPHS, "attention_backend": "other"}, "attention_backend 'other'"),
+    ({**GRAPHS, "runner": "pooling"}, r"graph_batch_sizes \(2, 8\): the model pools its prompts, nothing is decoded"),
 ])
 def test_sizes_that_nothing_records_are_refused(settings: dict[str, Any], problem: str, checkpoint: Any,
                                                 platform_name: str, used: Counter[int]) -> None:

@@ -105,7 +105,9 @@ def test_preempted_prompts_are_scored_once_more_and_alike(
         assert_right(path, prompt, result.prompt_logprobs, 4)
 
 
-@pytest.mark.parametrize("settings", [{"async_scheduling": True}, {"tensor_parallel_size": 2}], ids=["ahead", "ranks"])
+@pytest.mark.parametrize("settings", [
+    pytest.param({"async_scheduling": True}, id="ahead"),
+    pytest.param({"tensor_parallel_size": 2}, id="ranks", marks=pytest.mark.ranks)])
 def test_steps_ahead_and_two_ranks(path: Path, prompts: list[list[int]], platform_name: str,
                                    settings: dict[str, Any]) -> None:
     if "tensor_parallel_size" in settings:

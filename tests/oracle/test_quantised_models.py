@@ -114,6 +114,7 @@ def older(name: str) -> str:
     ("qwen3", "fp8-block", 2, False), ("qwen3_moe", "w4a16", 2, False), ("qwen3_moe", "fp8-block", 4, False),
     ("qwen3_moe", "fp8-block", 4, True), ("qwen3_vl_moe", "fp8-block", 2, True),
 ])
+@pytest.mark.ranks
 def test_ranks_equal_one(model_type: str, name: str, num_ranks: int, is_whole: bool, made: Make, platform_name: str
                          ) -> None:
     """Slices that cut blocks of 8 and words of 8 numbers: an expert's 40 inputs are 20 or 10 on each rank. Whole

@@ -162,6 +162,7 @@ def test_without_a_template_for_pairs_prompts_are_the_published_text(
 
 
 @pytest.mark.full("starts two ranks, each of which has the whole head; states from two stay (test_token_states.py)")
+@pytest.mark.ranks
 def test_two_ranks_score_as_one(text_model: tuple[Path, Any], platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(text_model[0], platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:

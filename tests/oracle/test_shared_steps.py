@@ -178,6 +178,7 @@ def test_memory_that_runs_out_behind_a_shared_step_changes_no_answer(model_type:
 
 
 @pytest.mark.full("two ranks start; what is shared is decided before them")
+@pytest.mark.ranks
 def test_two_ranks_share_as_one(checkpoint: Any, platform_name: str) -> None:
     """About 4 seconds: two processes start."""
     need_devices(platform_name)

@@ -180,6 +180,7 @@ def test_padded_decode_equals_unpadded(checkpoint: Any, platform_name: str, monk
 
 
 @pytest.mark.full("two ranks start; ranks know no windows, and stay without")
+@pytest.mark.ranks
 def test_two_ranks_equal_one(checkpoint: Any, platform_name: str) -> None:
     """Of layers that differ; mistral is in test_tensor_parallel.py."""
     need_devices(platform_name)

@@ -118,6 +118,7 @@ def test_few_snapshots_and_few_blocks_change_nothing(num_snapshots: int, path: P
 
 
 @pytest.mark.full("two ranks start; ranks stay without snapshots, which the scheduler chooses for all")
+@pytest.mark.ranks
 def test_two_ranks_keep_the_same_snapshots(path: Path, platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(path, platform=platform_name, tensor_parallel_size=2, **SMALL) as llm:

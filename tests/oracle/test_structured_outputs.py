@@ -22,6 +22,7 @@ from tests.full_set import examples, is_fast, only_full
 from tests.oracle import reference
 from tests.oracle.random_schemas import random_schema
 from tests.oracle.ruled_requests import DRAWN, FREE, GREEDY, RULED, SHAPE, WORDS, same
+from tests.oracle.running import need_devices
 from tests.runner.failing_steps import failing
 
 SETTINGS: dict[str, Any] = {"platform": "cpu", "dtype": "float32", "max_num_seqs": 16, "max_model_len": 512,
@@ -199,11 +200,14 @@ def test_an_abort_leaves_the_slot_to_others(llm: LLM) -> None:
 
 
 @pytest.mark.full("two ranks start; two ranks without grammars stay, and only the first of them knows of grammars")
-def test_two_ranks_follow_the_grammars_of_the_first(path: Path, llm: LLM) -> None:
+@pytest.mark.ranks
+def test_two_ranks_follow_the_grammars_of_the_first(path: Path, llm: LLM, platform_name: str) -> None:
+    need_devices(platform_name)
     if llm.engine.info.num_steps_under_way == 1:
         pytest.skip("ranks are started once, with two steps under way")
     prompts = [WORDS[index % len(WORDS)] for index in range(len(RULED))]
-    with LLM(path, async_scheduling=True, tensor_parallel_size=2, kv_cache_bytes=32 << 20, **SETTINGS) as ranks:
+    settings = {**SETTINGS, "platform": platform_name}
+    with LLM(path, async_scheduling=True, tensor_parallel_size=2, kv_cache_bytes=32 << 20, **settings) as ranks:
         ruled = ranks.generate(prompts, [params.replace(temperature=0.0, logprobs=None) for params in RULED])
     same(ruled, llm.generate(prompts, [params.replace(temperature=0.0, logprobs=None) for params in RULED]))
 

@@ -13,6 +13,8 @@ from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.running import MAX_NEW_TOKENS, SMALL, greedy, need_devices
 from tests.oracle.scheduled_prompts import text_prompts
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(autouse=True)
 def _two_devices(platform_name: str) -> None:

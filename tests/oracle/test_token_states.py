@@ -111,6 +111,7 @@ def test_steps_under_way_change_nothing(path: Path, prompts: list[list[int]], pl
         np.testing.assert_allclose(results[index].data, expected_states(path, prompt), rtol=0, atol=1e-4)
 
 
+@pytest.mark.ranks
 def test_two_ranks_give_the_same(path: Path, prompts: list[list[int]], platform_name: str) -> None:
     need_devices(platform_name)
     with LLM(path, platform=platform_name, runner="pooling", tensor_parallel_size=2, max_num_batched_tokens=CHUNK,

@@ -31,6 +31,9 @@ FEW = ("phi3", "mixtral")
 REFUSED: dict[str, str] = {}
 
 
+pytestmark = pytest.mark.ranks
+
+
 @pytest.fixture(autouse=True)
 def _two_devices(platform_name: str) -> None:
     need_devices(platform_name)

@@ -15,7 +15,7 @@ from npu_runner.errors import ConfigError, RequestError
 from tests.full_set import only_full
 from tests.oracle.changed_checkpoints import spoiled
 from tests.oracle.reference import load_model, model_inputs, random_image
-from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy
+from tests.oracle.running import MAX_NEW_TOKENS, SMALL, assert_equals_reference, greedy, need_devices
 from tests.oracle.tiny_checkpoints import make_checkpoint
 from tests.oracle.video_prompts import conversation, make_prompts
 from tests.oracle.videos_reference import video_inputs, video_text
@@ -106,11 +106,13 @@ def test_a_preempted_video_is_gone_on_with(videos: list[bytes], checkpoint: Any,
 
 
 @pytest.mark.full("two ranks on two cores; ranks know no videos, and stay with images")
-def test_two_ranks_answer_as_one(videos: list[bytes], checkpoint: Any) -> None:
+@pytest.mark.ranks
+def test_two_ranks_answer_as_one(videos: list[bytes], checkpoint: Any, platform_name: str) -> None:
+    need_devices(platform_name)
     path: Path = checkpoint("qwen3_vl")
     answers = []
     for size in (1, 2):
-        with LLM(path, platform="cpu", tensor_parallel_size=size, **SMALL) as llm:
+        with LLM(path, platform=platform_name, tensor_parallel_size=size, **SMALL) as llm:
             prompts, _ = make_prompts(llm, ["0t", "0tp1p"], videos)
             answers.append([output.token_ids for output in llm.generate(prompts, greedy())])
     assert answers[0] == answers[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +16,17 @@ from npu_runner.platforms.step_inputs import AttentionMetadata
 class TiledAttention(CpuAttention):
     """Reads tiles while it runs, as a kernel does on a device. A tile is a sequence."""
 
-    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
-        return num_sequences
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> dict[str, int]:
+        return {"tiles": num_sequences}
 
-    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+                    num_tokens: int) -> dict[str, np.ndarray]:
         lens_B, ends_B = np.array(query_lens_B), np.array(context_lens_B)
         tiles = np.stack([np.arange(len(lens_B)), np.cumsum(lens_B) - lens_B, lens_B, ends_B - lens_B], axis=1)
-        return tiles.astype(np.int32)
+        return {"tiles": tiles.astype(np.int32)}
 
-    def plan_of_tiles(self, tiles: Tensor) -> Tensor:
-        return tiles
+    def plan_of_tiles(self, tiles: Mapping[str, Tensor]) -> Tensor:
+        return tiles["tiles"]
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_runner.processes.child import Child, describe_exit, in_start_thread
+from npu_runner.processes.child import Child, describe_exit, in_start_thread, is_ending
 from tests.processes.child_programs import NAME
 
 pytestmark = pytest.mark.from_nothing("the start is what is tested")
@@ -119,3 +119,11 @@ def test_what_an_interrupted_caller_never_sees_is_ended() -> None:
 def test_what_cannot_be_started_is_the_callers_error() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         in_start_thread(lambda: os.fstat(-1), unclaimed=print)
+
+
+def test_a_process_that_was_killed_is_ending_before_it_is_reaped() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not is_ending(process.pid)
+        process.kill()
+        until(lambda: is_ending(process.pid))
+    assert is_ending(process.pid), "reaped"

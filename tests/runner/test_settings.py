@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from npu_runner import LLM
-from npu_runner.assets import SHAPES_VL
+from npu_runner.assets import EMBEDDED, SHAPES_VL
 from npu_runner.checkpoint.weights_reader import CheckpointReader
+from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError
-from npu_runner.runner.settings import DEFAULT_MAX_MODEL_LEN
+from npu_runner.platforms import find_platform
+from npu_runner.runner.settings import DEFAULT_MAX_MODEL_LEN, SHORT_TOKENS, Settings, resolve_settings
+from npu_runner.strategies import pick_strategy
 
 GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
 
@@ -26,6 +31,7 @@ GRAPHS = {"graph_mode": "reduce-overhead", "max_num_seqs": 4}
     ({"enable_expert_parallel": True}, "enable_expert_parallel: qwen3_vl has no layers of experts; leave it out"),
     ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "qwen3_vl has no layers of experts; leave it out"),
     ({"enable_expert_parallel": "yes"}, "enable_expert_parallel: 'yes' is neither true nor false"),
+    ({"disable_custom_all_reduce": 1}, "disable_custom_all_reduce: 1 is neither true nor false"),
     ({"use_graph_cache": True}, "use_graph_cache: platform cpu keeps no graphs in graph_mode eager"),
     ({"kv_cache_bytes": 1 << 50}, r"kv_cache_bytes 1048576.00 GiB: [\d.]+ .iB of memory is free; lower it"),
     ({"tool_call_parser": "hermess"}, "tool_call_parser: 'hermess'"),
@@ -47,3 +53,45 @@ def test_a_length_that_only_memory_cut_is_told_from_one_that_was_given() -> None
         given = llm.engine.info
     assert given.max_model_len_is_given
     assert given.max_model_len == cut.max_model_len, "asked for by name, a later run has the same"
+
+
+def on_cuda(model: Path = SHAPES_VL, **settings: Any) -> Settings:
+    config = RunnerConfig(model=str(model), platform="cuda").replace(**settings)
+    strategy = pick_strategy(model)
+    return resolve_settings(config, strategy.model_config_for(config), find_platform("cuda"), None)
+
+
+@pytest.mark.parametrize("most", [1000, 1024, 1025, 1100, 2048, 5000, 8192, 8193, 65536])
+def test_up_to_eight_long_prefills_reach_a_whole_step(most: int) -> None:
+    """None wastes more than an eighth of a step, to the next multiple of 128."""
+    sizes = on_cuda(max_num_batched_tokens=most).long_prefill_sizes
+    assert len(sizes) <= 8
+    assert sizes[-1:] == ((most,) if most > SHORT_TOKENS else ())
+    assert all(larger - size <= -(-most // 1024) * 128 for size, larger in pairwise((SHORT_TOKENS, *sizes)))
+    assert on_cuda(max_num_batched_tokens=8192).long_prefill_sizes == tuple(range(2048, 8192 + 1, 1024))
+
+
+@pytest.mark.parametrize("settings", [
+    {"kv_cache_dtype": "fp8"}, {"model": EMBEDDED["shapes-hybrid"]}, {"graph_mode": "eager"},
+    {"graph_prefill_sizes": (2048,)}, {"graph_prefill_sizes": (0,)}, {"attention_backend": "flashinfer"},
+    {"max_num_seqs": 2, "max_model_len": 512}],
+    ids=str)
+def test_none_are_timed_where_none_could_be_recorded_or_sizes_are_given(settings: dict[str, Any]) -> None:
+    assert on_cuda(**settings).long_prefill_sizes == ()
+
+
+def test_long_prefills_over_an_fp8_cache_are_refused_by_name() -> None:
+    sizes = {"graph_prefill_sizes": (512, 2048)}
+    assert on_cuda(**sizes).prefill_sizes == (512, 2048)
+    assert on_cuda(kv_cache_dtype="fp8", graph_prefill_sizes=(512, 1024)).prefill_sizes == (512, 1024)
+    with pytest.raises(ConfigError, match="more than 1024 tokens over an FP8 cache are not recorded; leave it out"):
+        on_cuda(kv_cache_dtype="fp8", **sizes)
+
+
+def test_a_model_that_pools_records_prefills_alone() -> None:
+    for settings in ({}, {"graph_mode": "reduce-overhead"}):
+        found = on_cuda(runner="pooling", **settings)
+        assert (found.graph_mode, found.makes_graphs, found.prefill_sizes[:2]) == ("eager", True, (16, 32))
+        assert found.long_prefill_sizes
+    found = on_cuda(runner="pooling", graph_mode="eager")
+    assert (found.makes_graphs, found.prefill_sizes, found.long_prefill_sizes) == (False, (), ())

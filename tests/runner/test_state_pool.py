@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def test_states_take_at_most_half_and_the_ledger_adds_up() -> None:
     assert "images of the next step" in made.ledger
     assert f"{states.max_num_seqs} sequences" in made.ledger
     assert f"lowered from 256 to {states.max_num_seqs}" in made.ledger
+
+
+def test_graphs_of_long_prefills_have_a_row_of_the_ledger() -> None:
+    kv = KVCacheShape(num_layers=8, block_size=128, kv_width=1024, element_bytes=2)
+    made = [plan_kv_cache(kv, MemoryProfile(total_bytes=8 * GIB, graph_bytes=graph_bytes), is_measured=True,
+                          kv_cache_bytes=None, memory_utilization=0.9, reserved_bytes=0, max_model_len=65536,
+                          max_model_len_is_given=True, max_num_seqs=256, max_num_batched_tokens=8192)
+            for graph_bytes in (0, GIB // 2)]
+    assert made[0].num_blocks - made[1].num_blocks == GIB // 2 // kv.bytes_per_block
+    assert "graphs of long prefills" not in made[0].ledger
+    assert re.search(r"graphs of long prefills +512.0 MiB", made[1].ledger)
 
 
 def test_a_max_num_seqs_that_was_asked_for_and_does_not_fit_is_an_error_with_the_ledger() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import time
 import weakref
@@ -35,6 +36,8 @@ from npu_runner.runner.base import ModelRunnerOutput
 STOPPED_SECONDS = 30.0
 START_TIMEOUT_SECONDS = 1800.0
 _GRACE_SECONDS = 2.0
+_END_SECONDS = 10.0
+"""Seconds for the system to take memory and devices from ranks that have been killed."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class SharedMemoryExecutor(Executor):
             try:
                 rank.wire.send(Record(self._last.number, self._last.length))
             except OSError:
-                self._fail(rank.exit_reason())
+                self._fail_of_death(rank)
         self._num_announced = self._last.number
 
     def _collect(self) -> Any:
@@ -163,7 +166,7 @@ class SharedMemoryExecutor(Executor):
             rank.book(reply)
             rank.wire.pop()
         except (EOFError, OSError):
-            self._fail(rank.exit_reason())
+            self._fail_of_death(rank)
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ class SharedMemoryExecutor(Executor):
         # When a rank dies the others fail in their collectives; the dead one is the cause.
         dead = self._wait_for_a_death(rank)
         if dead is not None:
-            self._fail(dead.exit_reason())
+            self._fail_of_death(dead)
         value = rank.read(reply)
         if reply.status == REFUSED and self._last.what == "start":
             self.close_now()
@@ -183,8 +186,8 @@ class SharedMemoryExecutor(Executor):
     def _check_alive(self, late: list[RankProcess], watch: Stopwatch) -> None:
         """All ranks: the others may still wait, in a collective, for one that has answered."""
         for rank in self._ranks:
-            if not rank.child.is_running:
-                self._fail(rank.exit_reason())
+            if rank.child.is_ending:
+                self._fail_of_death(rank)
             if rank.child.is_stopped_for(STOPPED_SECONDS):
                 self._fail(f"rank {rank.number} has been stopped for {STOPPED_SECONDS:g} s (state T, as "
                            f"SIGSTOP leaves a process) while {rank.phase()}")
@@ -198,10 +201,19 @@ class SharedMemoryExecutor(Executor):
         others = [rank for rank in self._ranks if rank is not but]
         while time.monotonic() < deadline:
             for rank in others:
-                if not rank.child.is_running:
+                if rank.child.is_ending:
                     return rank
             time.sleep(0.02)
         return None
+
+    def _fail_of_death(self, dead: RankProcess) -> NoReturn:
+        """A rank that loses the memory of a dead peer is aborted by its libraries, perhaps before the system is done
+        with that peer. So a rank that ends otherwise is the cause."""
+        ending = [dead, *(rank for rank in self._ranks if rank is not dead and rank.child.is_ending)]
+        deadline = time.monotonic() + _END_SECONDS
+        statuses = [rank.child.exit_status(max(0.01, deadline - time.monotonic())) for rank in ending]
+        causes = [rank for rank, status in zip(ending, statuses, strict=True) if status not in (None, -signal.SIGABRT)]
+        self._fail((causes or ending)[0].exit_reason())
 
     def _fail(self, reason: str, *, blame: str | None = None) -> NoReturn:
         self.close_now()

@@ -7,6 +7,7 @@ as soon as the engine's process is gone.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ from npu_runner.engine.executors.rank_channel import RING_SIZE, Payloads, PhaseB
 from npu_runner.errors import EngineDeadError, NpuRunnerError
 
 if TYPE_CHECKING:  # torch comes with it, and is loaded once the rank has said that it starts
+    from npu_runner.platforms.devices import Exchange
     from npu_runner.runner.base import StepHandle
 
 # How a call ended: with its result; with an error of ours; with anything else; with the device out of order.
@@ -189,6 +191,19 @@ class _Server:
             self._rank.phase("waiting for work")
 
 
+def exchange_through(store: Any, rank: int, size: int) -> Exchange:
+    """Through the store, from host to host. The engine ends a rank that waits for a dead one."""
+    rounds = itertools.count()
+
+    def exchange(message: bytes) -> list[bytes]:
+        number = next(rounds)
+        keys = [f"npu_runner/exchange-{number}/rank-{each}" for each in range(size)]
+        store.set(keys[rank], message)
+        return [store.get(key) for key in keys]
+
+    return exchange
+
+
 def _start(rank: Rank, config: RunnerConfig, store_port: int, fallbacks: dict[str, str]) -> Any:
     rank.phase("importing")
     import torch.distributed as dist
@@ -213,7 +228,11 @@ def _start(rank: Rank, config: RunnerConfig, store_port: int, fallbacks: dict[st
         graph_group = dist.new_group(list(range(size)), timeout=_NO_TIMEOUT, pg_options=options)
     for group in filter(None, (dist.group.WORLD, graph_group)):
         platform.communicators.make(group, rank.number)
+    custom_all_reduce = None
+    if not config.parallel.disable_custom_all_reduce:
+        custom_all_reduce = platform.communicators.custom_all_reduce(
+            rank.number, size, exchange_through(store, rank.number, size))
     tp = TensorParallel(rank.number, size, dist.group.WORLD, graph_group, store,
-                        has_whole_experts=config.parallel.enable_expert_parallel)
+                        has_whole_experts=config.parallel.enable_expert_parallel, custom_all_reduce=custom_all_reduce)
     rank.phase("reading config and tokenizer")
     return ModelRunner(open_checkpoint(config), tp, progress=rank.phase, fallbacks=fallbacks)

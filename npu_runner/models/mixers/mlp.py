@@ -39,7 +39,7 @@ class SparseMoE(nn.Module):
 
     def __init__(self, hidden_size: int, moe: MoEConfig, context: LayerContext):
         super().__init__()
-        self.ops, self.tp = context.ops, context.tp
+        self.ops, self.tp, self.reduces = context.ops, context.tp, True
         self.top_k, self.renormalises = moe.top_k, moe.renormalise
         self.gate = _Router(hidden_size, moe.num_experts, context)
         self.experts = ExpertWeights(hidden_size, moe, context)
@@ -58,7 +58,7 @@ class SparseMoE(nn.Module):
             out_TD = experts.ops.experts(x_TD, weights_TK, experts_TK, *experts.quantised, experts.held)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out_TD = self.ops.add_gated(out_TD, self.shared_expert(x_TD), self.shared_expert_gate(x_TD))
-        return self.tp.all_reduce(out_TD)
+        return self.tp.all_reduce(out_TD) if self.reduces else out_TD
 
 
 class _Router(nn.Module):

@@ -91,9 +91,9 @@ class LoadedKernel:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         try:
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
-            _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
-            _check(_driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
+            check(driver().cuModuleLoadData(ctypes.byref(module), cubin))
+            check(driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+            check(driver().cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes))
         except RuntimeError as error:
             raise NoKernel(str(error)) from error
 
@@ -111,14 +111,14 @@ class LoadedKernel:
             assert shared_bytes <= self._shared_bytes, f"{shared_bytes} bytes are more than {self._shared_bytes}"
             how.shared_bytes = shared_bytes
         how.stream = torch.cuda.current_stream().cuda_stream
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
+        check(driver().cuLaunchKernelEx(ctypes.byref(how), self._function, places, None))
 
     def most_clusters(self, threads: int, cluster: int) -> int:
         """The most clusters that run at once, with one program on a multiprocessor."""
         if cluster == 1:
             return num_sms()
         found, how = ctypes.c_int(), self._how(cluster, threads, cluster, False)
-        _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(how)))
+        check(driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(how)))
         return found.value
 
     def _how(self, programs: int, threads: int, cluster: int, is_dependent: bool) -> _Launch:
@@ -188,7 +188,7 @@ def _map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtyp
     places = (count * (rank - 1))(*(stride * dtype.itemsize for stride in reversed(strides[:-1])))
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
-    _check(_driver().cuTensorMapEncodeTiled(
+    check(driver().cuTensorMapEncodeTiled(
         made, _MAP_KINDS[dtype], rank, ctypes.c_void_p(address), (count * rank)(*reversed(shape)), places,
         (size * rank)(*reversed(box)), (size * rank)(*[1] * rank), 0,
         _SWIZZLES[box[-1] * dtype.itemsize], _PROMOTED_TO_256_BYTES, 0))
@@ -196,14 +196,14 @@ def _map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtyp
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status:
         words = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(words))
+        driver().cuGetErrorString(status, ctypes.byref(words))
         raise RuntimeError(f"CUDA: {words.value.decode() if words.value else status}")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cuda.compile_ahead import compile_ahead, prepare
-from npu_runner.platforms.devices import Communicators, DeviceMemory, Devices, Memory, Roles
+from npu_runner.platforms.devices import AllReduce, Communicators, DeviceMemory, Devices, Exchange, Memory, Roles
 
 # torch has a class for its own allocator's error only; these come as RuntimeError from the driver and the libraries.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -49,3 +49,8 @@ class CudaDevices(Devices):
 
 class CudaCommunicators(Communicators):
     backend = "nccl"
+
+    def custom_all_reduce(self, rank: int, num_ranks: int, exchange: Exchange) -> AllReduce | None:
+        from npu_runner.platforms.cuda.all_reduce import make_all_reduce
+
+        return make_all_reduce(rank, num_ranks, exchange)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,9 +58,12 @@ class PrefillPlan:
 
     tiles: Tensor
     prompt_tiles: Tensor | None = None
-    """The tiles of PromptAttention, where it accepts the step."""
+    """The tiles of PromptAttention, where it accepts the step. In a graph the first row has their number, which may be
+    0, and the layers without a window launch both kernels."""
     is_padded: bool = False
-    """Some tokens are in no tile."""
+    """It is a graph's, and some tokens are in no tile."""
+    window_tiles: Tensor | None = None
+    """In a graph with `prompt_tiles`: `tiles` of the layers with a window."""
     blocks: StepBlocks | None = None
     """The blocks of the step, with `prompt_tiles`."""
 
@@ -113,14 +116,32 @@ class TritonAttention(AttentionBackend):
         return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
                            blocks=StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
 
-    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> int:
-        return num_tokens // self._tokens_a_tile + num_sequences
+    def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> dict[str, int]:
+        most, prompts = num_tokens // self._tokens_a_tile + num_sequences, self._prompts_of_graph(num_tokens)
+        if prompts is None:
+            return {"tiles": most}
+        return {"tiles": most, "window_tiles": most,
+                "prompt_tiles": 1 + num_tokens // prompts.tokens_a_tile + num_sequences}
 
-    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int]) -> np.ndarray:
-        return cut_into_tiles(query_lens_B, context_lens_B, self._tokens_a_tile)
+    def graph_tiles(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int],
+                    num_tokens: int) -> dict[str, np.ndarray]:
+        lens, prompts = (query_lens_B, context_lens_B), self._prompts_of_graph(num_tokens)
+        tiles = cut_into_tiles(*lens, self._tokens_a_tile)
+        if prompts is None:
+            return {"tiles": tiles}
+        if not prompts.accepts(query_lens_B):
+            return {"tiles": tiles, "window_tiles": tiles, "prompt_tiles": tiles[:0]}
+        prompt_tiles = cut_into_tiles(*lens, prompts.tokens_a_tile)
+        count = np.array([[len(prompt_tiles), 0, 0, 0]], dtype=np.int32)
+        return {"tiles": tiles[:0], "window_tiles": tiles, "prompt_tiles": np.concatenate([count, prompt_tiles])}
 
-    def plan_of_tiles(self, tiles: Tensor) -> PrefillPlan:
-        return PrefillPlan(tiles, is_padded=True)
+    def plan_of_tiles(self, tiles: Mapping[str, Tensor]) -> PrefillPlan:
+        return PrefillPlan(**tiles, is_padded=True)
+
+    def _prompts_of_graph(self, num_tokens: int) -> PromptAttention | None:
+        """The kernel that a graph of `num_tokens` tokens has beside Triton's: each step uses the faster of the two."""
+        prompts = self.prompts if None in self.windows else None
+        return prompts if prompts is not None and prompts.is_for_graph(num_tokens) else None
 
     def plan_decode(self, context_lens_B: Sequence[int], block_tables_BW: np.ndarray, device: torch.device,
                     query_lens_B: Sequence[int] | None = None) -> Any:
@@ -171,17 +192,23 @@ class TritonAttention(AttentionBackend):
             is_fp8 = k_cache.dtype == torch.float8_e4m3fn
             if is_fp8:
                 self.prompts.make_room(len(q_TNH), q_TNH.device)
-            if plan.prompt_tiles is not None and plan.blocks is not None:
+            if plan.is_padded and plan.prompt_tiles is not None:
+                assert not is_fp8, "longer prefills over an FP8 cache are not recorded"
+                self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles[1:], metadata.block_tables_BW, scale,
+                                    out_TNH=self._output_of(q_TNH, metadata), count=plan.prompt_tiles[:1])
+            elif plan.prompt_tiles is not None and plan.blocks is not None:
                 if k_cache.dtype == q_TNH.dtype:
                     return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW,
                                                scale)
                 if is_fp8 and self.prompts.has_room(plan.blocks):
                     return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, plan.prompt_tiles, plan.blocks, scale,
                                                    self.kv_scales)
-        tile = self.prefill_tile
+        tile, tiles = self.prefill_tile, plan.tiles
+        if window is not None and plan.window_tiles is not None:
+            tiles = plan.window_tiles
         out_TNH = self._output_of(q_TNH, metadata)
-        kernels.prefill[(len(plan.tiles), self.num_kv_heads)](
-            q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, plan.tiles, metadata.block_tables_BW,
+        kernels.prefill[(len(tiles), self.num_kv_heads)](
+            q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, tiles, metadata.block_tables_BW,
             self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
             IS_SCALED=self.kv_scales is not None, WINDOW=window or 0,
             NUM_KV_HEADS=self.num_kv_heads, GROUP=self.group, HEAD_DIM=self.head_dim, BLOCK_SIZE=self.block_size,

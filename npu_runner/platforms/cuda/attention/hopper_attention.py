@@ -176,6 +176,10 @@ class PromptAttention:
         least = max(_LEAST_TOKENS, _LEAST_A_SEQUENCE * len(query_lens_B))
         return self.kernel.is_available and sum(query_lens_B) >= least
 
+    def is_for_graph(self, num_tokens: int) -> bool:
+        """Whether it is the fastest for some steps of a graph of `num_tokens` tokens."""
+        return num_tokens > _LEAST_TOKENS and self.kernel.is_available
+
     def make_room(self, num_tokens: int, device: torch.device) -> None:
         """Allocate the buffer for a step of `num_tokens` new tokens over an e4m3 cache."""
         num_blocks = -(-FP8_PROMPT_ROOM * num_tokens // self._block_size)
@@ -202,17 +206,20 @@ class PromptAttention:
         return self.kernel.load("widen_blocks")
 
     def attend(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, tables_BW: Tensor,
-               scale: float, scales_2: Tensor | None = None) -> Tensor:
+               scale: float, scales_2: Tensor | None = None, *, out_TNH: Tensor | None = None,
+               count: Tensor | None = None) -> Tensor:
         """Causal attention of a step, (T, N, H). `tiles` as in PrefillPlan, of `tokens_a_tile` tokens; `scale` above 0;
-        `scales_2` as in `AttentionBackend.with_kv_scales`.
+        `scales_2` as in `AttentionBackend.with_kv_scales`. `count`, int32 on the device: how many of the tiles there
+        are; None: all of them.
 
         Queries and caches: 16-byte addresses and strides, heads of consecutive elements.
         """
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if out_TNH is None:
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         box_dims = _PROMPT_SHAPE.span // 2
         maps = [tensor_map(q_TNH, (self.tokens_a_tile, self._group, box_dims)),
                 *(tensor_map(cache, (1, _CHUNK, 1, box_dims)) for cache in (k_cache, v_cache))]
         self.kernel.launch(maps, tiles, self._num_kv_heads, out_TNH, scale, tables_BW,
                            ctypes.c_int(tables_BW.stride(0)),
-                           ctypes.c_void_p(0) if scales_2 is None else scales_2)
+                           *(ctypes.c_void_p(0) if given is None else given for given in (scales_2, count)))
         return out_TNH

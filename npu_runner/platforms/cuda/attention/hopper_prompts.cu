@@ -57,13 +57,15 @@ struct Prompts {
   };
 };
 
-// `scales` are those of keys and values in the cache, or null.
+// `scales` are those of keys and values in the cache, or null. `count`, unless it is null, is the number of tiles, at
+// most `num_tiles`: a captured launch has room for more of them than its step has.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend_prompts(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                const __grid_constant__ TensorMap v_map,
                const int4 *tiles, int num_tiles, int num_heads, unsigned short *out, u32 *counters, float factor,
-               const int *tables, int stride_table, const float *scales) {
-  attend(q_map, k_map, v_map, Prompts{tiles, num_tiles, num_heads, tables, stride_table, scales ? scales[1] : 1}, out,
+               const int *tables, int stride_table, const float *scales, const int *count) {
+  attend(q_map, k_map, v_map,
+         Prompts{tiles, count ? *count : num_tiles, num_heads, tables, stride_table, scales ? scales[1] : 1}, out,
          counters, scales ? factor * scales[0] : factor);
 }
 
