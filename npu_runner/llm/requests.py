@@ -23,7 +23,7 @@ from npu_runner.prompts.text.tokenizer import plain_number
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import field_error, plain_template_kwargs, shown
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, LABELS, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
@@ -69,6 +69,14 @@ def with_fields(given: PoolingParams | Iterable[PoolingParams] | None,
     if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
         return set_fields(given)
     return list(map(set_fields, given)) if isinstance(given, Sequence) else map(set_fields, given)
+
+
+def classes_task(given: PoolingParams | Iterable[PoolingParams] | None, processor: ChatProcessor) -> str:
+    """The task of requests for classes. If each brings params, a model that generates text needs labels in all of them:
+    `resolve_params` refuses those without."""
+    if given is None or isinstance(given, PoolingParams):
+        return CLASSIFY if given is None or given.labels is None else LABELS
+    return CLASSIFY if processor.pooling is not None else LABELS
 
 
 def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:

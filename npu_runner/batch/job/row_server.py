@@ -268,6 +268,14 @@ def _error(form: AnswerForm | None, result: RequestOutput | RequestError) -> Req
     return placed(result, form, result.prompt_index)
 
 
+def check_known_settings(plan: ServerPlan, check: Callable[[Mapping[str, Any]], None]) -> None:
+    """Call `check` as `all_refused` does; no row is prepared."""
+    server = RowServer(plan)
+    with server:
+        server.start(lambda: None, lambda event: None)
+        check(server.known_settings())
+
+
 @contextmanager
 def all_refused(plan: ServerPlan, book: RowBook, check: Callable[[Mapping[str, Any]], None]
                 ) -> Iterator[Iterator[FinishedRow] | None]:
