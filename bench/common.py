@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import platform
 import statistics
 import subprocess
@@ -14,13 +15,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from npu_runner.batch.job.row_server import ServerPlan
+    from npu_runner.batch.rows.preprocessing import RowPreprocessor
     from npu_runner.config import RunnerConfig
+    from npu_runner.serving.replica import RawRow
 
 ROOT = Path(__file__).parents[1]
 SHAPES_VL = ROOT / "npu_runner" / "assets" / "shapes-vl"
@@ -165,23 +170,35 @@ def _resident_bytes(pid: int) -> int:
         return 0  # it has just ended
 
 
-def measure_head_start(config: RunnerConfig, requests: Path) -> float:
-    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded.
-
-    Images lie in the folder of `requests`.
-    """
+@contextmanager
+def job_workers(
+    config: RunnerConfig, requests: Path, media: Path
+) -> Iterator[tuple[RowPreprocessor, ServerPlan, Iterator[RawRow]]]:
+    """What a job's workers apply to rows, the plan that says how far ahead, and the rows. `media`: the folder of images
+    and documents."""
     from npu_runner.batch.files.input_file import InputFile
-    from npu_runner.batch.job.row_server import CheckpointSide
+    from npu_runner.batch.job.options import BatchOptions
+    from npu_runner.batch.job.row_server import CheckpointSide, server_plan
     from npu_runner.batch.rows.preprocessing import RowPreprocessor
-    from npu_runner.prompts.media.media import MediaRules
-    from npu_runner.serving.workers.pool import PoolLimits
 
     with InputFile(str(requests), requests.parent) as file:
-        media = MediaRules(allowed_dir=requests.parent)
-        prepare = RowPreprocessor(source=file.source, processor=CheckpointSide(config).processor, media=media)
-        rows = list(islice(file.rows(), PoolLimits(num_workers=1, task_timeout_seconds=1.0).max_ready))
+        options = BatchOptions(input=str(requests), output=f"{requests}.none", allowed_media_dir=media)
+        plan = server_plan(config, options, file.source)
+        processor = CheckpointSide(config).processor
+        yield RowPreprocessor(source=file.source, processor=processor, media=plan.media), plan, file.rows()
+
+
+def measure_head_start(config: RunnerConfig, requests: Path, media: Path | None = None) -> tuple[float, int]:
+    """Seconds to prepare, one after the other, the rows that a job can have prepared before its model is loaded, and
+    their number. `media`: None is the folder of `requests`."""
+    with job_workers(config, requests, media or requests.parent) as (prepare, plan, all_rows):
+        rows = list(islice(all_rows, plan.limits.max_ready))
         prepare(rows[0])  # imports
-        started = time.perf_counter()
-        for row in rows:
-            prepare(row)
-        return time.perf_counter() - started
+        seconds, num_bytes, number = 0.0, 0, 0
+        while number < len(rows) and num_bytes < plan.limits.max_ready_bytes:
+            started = time.perf_counter()
+            prepared = prepare(rows[number])
+            seconds += time.perf_counter() - started
+            number += 1
+            num_bytes += len(pickle.dumps(prepared))
+    return seconds, number

@@ -164,7 +164,7 @@ def read_job(output: Path, summary: Path) -> dict[str, Any]:
 def head_start(arguments: argparse.Namespace) -> float:
     from npu_runner.config import RunnerConfig
 
-    return measure_head_start(RunnerConfig(model=str(SHAPES_VL)), arguments.folder / "requests.jsonl")
+    return measure_head_start(RunnerConfig(model=str(SHAPES_VL)), arguments.folder / "requests.jsonl")[0]
 
 
 def run_llm(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def measure_images(sizes: Sizes, settings: Settings, *, is_mixed: bool, is_profi
         with device_profile(settings["platform"]) if is_profiled else nullcontext() as profile:
             summary = run_json(run_batch(config, options))
         idle = profile.report(summary["seconds"]["serve"]) if profile else {}
-        head_start = measure_head_start(config, requests) / summary["preprocessing"]["workers"]
+        head_start = measure_head_start(config, requests)[0] / summary["preprocessing"]["workers"]
     assert summary["rows"]["answered"] == sizes.num_pictures, summary["rows"]
     serve = summary["seconds"]["serve"]
     seconds = serve + head_start

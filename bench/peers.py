@@ -150,48 +150,49 @@ def _run_batch(manager: Any, requests: Requests) -> int:
     return num_tokens
 
 
-def _vllm(path: Path, settings: dict[str, Any], **more: Any) -> Any:
+def open_vllm(path: Path, settings: dict[str, Any], max_model_len: int = _MAX_MODEL_LEN, **more: Any) -> Any:
+    """vLLM's LLM with random weights and its own defaults. No prefix of a repeat may come out of its cache."""
     from vllm import LLM
 
-    # No prefix of a repeat may come out of its cache.
-    return LLM(str(path), load_format="dummy", dtype=settings["dtype"], max_model_len=_MAX_MODEL_LEN, seed=0,
+    return LLM(str(path), load_format="dummy", dtype=settings["dtype"], max_model_len=max_model_len, seed=0,
                enable_prefix_caching=False, model_impl=settings.get("model_impl", "auto"), **more)
 
 
-def _vllm_params(num_tokens: int, temperature: float = 0.0) -> Any:
+def vllm_params(num_tokens: int, temperature: float = 0.0, *, detokenize: bool = False) -> Any:
+    """vLLM's SamplingParams of an answer with this number of tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=temperature, ignore_eos=True, detokenize=False, max_tokens=num_tokens)
+    return SamplingParams(temperature=temperature, ignore_eos=True, detokenize=detokenize, max_tokens=num_tokens)
 
 
 def _vllm_text(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        llm = _vllm(make_text_model(Path(name), sizes.text_model), settings, skip_tokenizer_init=True)
+        llm = open_vllm(make_text_model(Path(name), sizes.text_model), settings, skip_tokenizer_init=True)
 
         def run(requests: Requests) -> int:
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests],
-                                   [_vllm_params(count, 0.6) for _, count in requests], use_tqdm=False)
+                                   [vllm_params(count, 0.6) for _, count in requests], use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         vocab_size = llm.llm_engine.model_config.get_vocab_size()
         _rates(run, sizes, vocab_size, range(repeats, repeats + 1))  # warm-up
         rates = _rates(run, sizes, vocab_size, range(repeats))
-    return {"output_tokens_per_second": rates, "note": _vllm_version()}
+    return {"output_tokens_per_second": rates, "note": vllm_version()}
 
 
 def _vllm_decode(sizes: Sizes, settings: dict[str, Any], repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        llm = _vllm(make_text_model(Path(name), sizes.decode_model), settings, skip_tokenizer_init=True)
+        llm = open_vllm(make_text_model(Path(name), sizes.decode_model), settings, skip_tokenizer_init=True)
 
         def seconds(prompts: list[list[int]], num_tokens: int) -> float:
             started = time.perf_counter()
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], _vllm_params(num_tokens),
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], vllm_params(num_tokens),
                                    use_tqdm=False)
             assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
             return time.perf_counter() - started
 
         vocab_size = llm.llm_engine.model_config.get_vocab_size()
-        return {"batches": _decode(seconds, sizes, vocab_size, repeats, num_warm_ups=1), "note": _vllm_version()}
+        return {"batches": _decode(seconds, sizes, vocab_size, repeats, num_warm_ups=1), "note": vllm_version()}
 
 
 def _vllm_images(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_mixed: bool) -> dict[str, Any]:
@@ -201,23 +202,25 @@ def _vllm_images(sizes: Sizes, settings: dict[str, Any], repeats: int, *, is_mix
         rows = [json.loads(line)["body"] for line in
                 write_images(folder, sizes, is_mixed=is_mixed).read_text().splitlines()]
         model = make_vision_model(folder, sizes.vision_model, longest_side(sizes, is_mixed=is_mixed))
-        llm = _vllm(model, settings, allowed_local_media_path=str(folder), limit_mm_per_prompt={"image": 1, "video": 0})
+        llm = open_vllm(model, settings, allowed_local_media_path=str(folder),
+                        limit_mm_per_prompt={"image": 1, "video": 0})
         for body in rows:
             part = body["messages"][0]["content"][0]
             part["image_url"]["url"] = f"file://{part['image_url']['url']}"
         conversations = [body["messages"] for body in rows]
-        llm.chat(conversations[: len(rows) // 4], _vllm_params(sizes.answer_tokens), use_tqdm=False)
+        llm.chat(conversations[: len(rows) // 4], vllm_params(sizes.answer_tokens), use_tqdm=False)
         rates = []
         for _ in range(repeats):
             llm.reset_prefix_cache()
             llm.reset_mm_cache()
             started = time.perf_counter()
-            outputs = llm.chat(conversations, _vllm_params(sizes.answer_tokens), use_tqdm=False)
+            outputs = llm.chat(conversations, vllm_params(sizes.answer_tokens), use_tqdm=False)
             rates.append(len(rows) / (time.perf_counter() - started))
             assert all(len(output.outputs[0].token_ids) == sizes.answer_tokens for output in outputs)
     return {"pictures_per_second": rates,
-            "output_tokens_per_second": statistics.median(rates) * sizes.answer_tokens, "note": _vllm_version()}
+            "output_tokens_per_second": statistics.median(rates) * sizes.answer_tokens, "note": vllm_version()}
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """The version of vLLM, and that of vllm-ascend where it is installed."""
     return ", ".join(f"{name} {version}" for name, version in versions().items() if name.startswith("vllm"))

@@ -13,8 +13,6 @@ from typing import Any
 
 from bench.common import SHAPES_VL
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
     "head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
@@ -28,7 +26,7 @@ _HYBRID: dict[str, Any] = {
     "attn_output_gate": True, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "full_attention_interval": 4, "max_position_embeddings": 262144, "tie_word_embeddings": False,
-    "bos_token_id": 248044, "eos_token_id": 248046,
+    "bos_token_id": 248044, "eos_token_id": 248046, "mamba_ssm_dtype": "float32",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
                         "mrope_section": [11, 11, 10], "mrope_interleaved": True},
 }
@@ -45,6 +43,12 @@ _HYBRID_TEXT: dict[str, dict[str, Any]] = {
                         "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
                         "num_experts_per_tok": 8, "moe_intermediate_size": 512,
                         "shared_expert_intermediate_size": 512},
+    "qwen3.5-0.8b": {**_HYBRID, **_DENSE_TEXT, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+                     "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
+                     "tie_word_embeddings": True, "mtp_num_hidden_layers": 1},
+    "qwen3.5-4b": {**_HYBRID, **_DENSE_TEXT, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+                   "num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True,
+                   "mtp_num_hidden_layers": 1},
     "qwen3.5-9b": {**_HYBRID, **_DENSE_TEXT, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
                    "num_attention_heads": 16, "num_key_value_heads": 4},
     "tiny-moe": {**_TINY_HYBRID, **_MOE_TEXT, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -82,14 +86,16 @@ _VL_TEXT: dict[str, dict[str, Any]] = {
     "tiny-vl": {**TEXT["tiny"], "rope_scaling": {"rope_type": "default", "mrope_interleaved": True,
                                                  "mrope_section": [3, 3, 2]}},
 }
-_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+_SMALLEST_TOWER = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
+_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
 _LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
 _TINY_TOWER = {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_position_embeddings": 64}
 _TOWERS: dict[str, dict[str, Any]] = {
-    "qwen3-vl-2b": _SMALL_TOWER, "qwen3-vl-4b": _SMALL_TOWER,
+    **{name: {**_SMALL_TOWER, "deepstack_visual_indexes": [5, 11, 17]} for name in ("qwen3-vl-2b", "qwen3-vl-4b")},
     **{name: {**_LARGE_TOWER, "deepstack_visual_indexes": [8, 16, 24]} for name in ("qwen3-vl-8b", "qwen3-vl-32b")},
     "tiny-vl": {**_TINY_TOWER, "deepstack_visual_indexes": [0, 1]},
     **{name: _TINY_TOWER if name.startswith("tiny") else _LARGE_TOWER for name in _HYBRID_TEXT},
+    "qwen3.5-0.8b": _SMALLEST_TOWER, "qwen3.5-4b": _SMALL_TOWER,
 }
 FORMS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
@@ -138,6 +144,10 @@ def make_vision_model(folder: Path, name: str, side: int) -> Path:
 def _write(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    for name in _TOKENIZER_FILES:
+    for name in ("tokenizer.json", "chat_template.jinja"):
         shutil.copy(SHAPES_VL / name, path / name)
+    settings = json.loads((SHAPES_VL / "tokenizer_config.json").read_text())
+    # vLLM serves no longer prompts than the tokenizer names.
+    settings["model_max_length"] = config.get("text_config", config)["max_position_embeddings"]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path

@@ -63,13 +63,14 @@ def _schema(index: int) -> dict[str, Any]:
     return {"type": "array", "items": row, "minItems": 1000}
 
 
-def write_vocabulary(folder: Path, config: dict[str, Any], *, spells_once: bool = False) -> None:
+def write_vocabulary(folder: Path, config: dict[str, Any], *, spells_once: bool = False,
+                     special: dict[int, str] | None = None) -> None:
     """Writes a tokenizer of all the config's tokens: all bytes, then pairs of bytes, then pairs with one byte more.
 
-    Its special tokens are where the config has them. With `spells_once` such pairs hold only bytes outside ASCII, so a
-    text in ASCII has one spelling.
+    `special`: its special tokens by id; None: those that the config names. With `spells_once` such pairs hold only
+    bytes outside ASCII, so a text in ASCII has one spelling.
     """
-    special = {config["bos_token_id"]: "<|endoftext|>", config["eos_token_id"]: "<|im_end|>"}
+    special = special or {config["bos_token_id"]: "<|endoftext|>", config["eos_token_id"]: "<|im_end|>"}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     joined = [letter for letter in letters if not (spells_once and letter.isascii())]
     pairs = [(first, second) for first in joined for second in joined]

@@ -61,10 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     survey, sample = checked.survey, checked.sample
     price_at_most = _prices(arguments, survey, survey.most_output_tokens)
     price_of_sample = {} if sample is None else _prices(arguments, survey, sample.tokens)
-    values = survey.to_json() | {"price_at_most": price_at_most, "memory_may_cut_max_model_len": checked.memory_may_cut}
+    values = survey.to_json() | {"price_at_most": price_at_most, "memory_may_cut_max_model_len": checked.memory_may_cut,
+                                  "equal_rows": checked.num_equal}
     values |= {} if sample is None else {"sample": sample.to_json() | {"price": price_of_sample}}
     values |= {"fits": fits} if fit else {}
     lines = [*_rows(survey), *_sizes(survey)]
+    if checked.num_equal:
+        lines.append(f"equal     {checked.num_equal:,} rows equal an earlier one; tokens, prices and times count them, "
+                     "and a job copies the answers of those that are greedy or have a seed")
     if checked.memory_may_cut:
         lines.append("memory    only the device's memory decides whether a start cuts max_model_len; --device-memory "
                      "SIZE or --kv-cache-bytes SIZE says it here")

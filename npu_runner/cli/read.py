@@ -51,6 +51,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the steps. Returns the highest exit status of them; raises what they raise."""
+    from npu_runner.reports.report import check_batch, run_batch_and_report
+    from npu_runner.tables.prompt_text import find_page_reader
     from npu_runner.tables.sources import find_sources
 
     sample = getattr(arguments, "sample", None)
@@ -60,21 +62,23 @@ def run(arguments: argparse.Namespace) -> int:
     config, job = read_model_settings(arguments, BatchOptions, input=str(folder / _PAGES),
                                       output=str(folder / _ANSWERS), allowed_media_dir=root)
     rows = _rows_options(arguments, config, folder / _PAGES)
+    reader, _ = find_page_reader(rows)
+    blocks = None if reader is None else _reader_of_blocks(reader.name)
+    given = job.ladder
+    if reader is not None:
+        job = _with_ladder(job, given, rows.reader or reader.name)
     for each in dict.fromkeys((arguments.output, folder)):
         with clear_file_errors(f"output {each}"):
             each.mkdir(exist_ok=True)
     from npu_runner.readers.answers.html_tags import require
-    from npu_runner.reports.report import run_batch_and_report
     from npu_runner.tables.make_rows import make_rows
 
     for package in ("nh3", "markdownify"):
         require(package)  # and not after hours of answers
+    for each_job in (job, *([] if blocks is None else [_with_ladder(job, given, blocks)])):
+        check_batch(config, each_job)  # and not after pages were opened
     made = make_rows(arguments.sources, rows, results=arguments.output)
     _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
-    blocks = None if made.reader is None else _reader_of_blocks(made.reader.name)
-    given = job.ladder
-    if made.reader is not None:
-        job = _with_ladder(job, given, rows.reader or made.reader.name)
     if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
         for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
             with clear_file_errors(f"output {path}"):

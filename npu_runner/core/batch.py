@@ -337,7 +337,8 @@ def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
         is_prefill=True,
         request_ids=[seq.request_id for seq, _ in chunks],
         slots_B=slots_B,
-        token_ids_T=np.concatenate([_chunk_tokens(seq, num) for seq, num in chunks]),
+        token_ids_T=np.concatenate([seq.token_array(seq.num_computed_tokens, end)
+                                    for (seq, _), end in zip(chunks, context_lens, strict=True)]),
         positions=np.concatenate([_positions(seq, seq.num_computed_tokens, num, uses_mrope) for seq, num in chunks],
                                  axis=-1),
         query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
@@ -408,11 +409,6 @@ def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
         is_prefill=True, request_ids=["(probe)"], slots_B=zeros, token_ids_T=zeros,
         positions=np.zeros((3, 1), dtype=np.int32) if uses_mrope else zeros, query_lens_B=ones, context_lens_B=ones,
         new_blocks_N3=np.zeros((1, 3), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry])
-
-
-def _chunk_tokens(seq: Sequence, num: int) -> np.ndarray:
-    start = seq.num_computed_tokens
-    return np.asarray(seq.tokens(start, start + num), dtype=np.int32)
 
 
 def _previous_positions(chunks: SequenceOf[tuple[Sequence, int]], uses_mrope: bool) -> np.ndarray:

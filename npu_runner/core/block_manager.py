@@ -27,8 +27,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-
 from npu_runner.core.partial_blocks import PartialBlock, PartialBlocks
 from npu_runner.core.sequence import Sequence
 from npu_runner.core.state_snapshots import StateSnapshots
@@ -150,9 +148,9 @@ class BlockManager:
     def num_findable_tokens(self, seq: Sequence) -> int:
         """About how many tokens the waiting `seq` would find in the prefix cache. An estimate by bisection: blocks
         leave the cache from the end of a prefix on. Ignores snapshots and windows."""
-        if not self._can_share(seq):
-            return 0
         full = range(seq.most_cached_tokens // self.block_size)
+        if not full or not self.enable_prefix_caching:
+            return 0
         return self.block_size * bisect_left(full, True, key=lambda i: self._hash(seq, i) not in self._block_of_hash)
 
     def match_prefix(self, seq: Sequence) -> None:
@@ -439,7 +437,7 @@ class BlockManager:
             number = len(seq.block_hashes)
             start, end = number * self.block_size, (number + 1) * self.block_size + self._num_ahead
             digest = hashlib.blake2b(seq.block_hashes[-1] if number else _ROOT, digest_size=16)
-            digest.update(np.asarray(seq.tokens(start, end), dtype=np.int32).tobytes())
+            digest.update(seq.token_array(start, end).tobytes())
             for span in seq.prompt.spans:
                 if span.start < end and span.start + span.num_tokens > start:
                     digest.update(seq.prompt.images[span.image_index].content_hash)

@@ -23,25 +23,29 @@ _LEAST_SHARE = 4
 
 
 class PartialBlock(NamedTuple):
-    """The leading tokens of a block, and its images: (start, hash, place in time), `start` counted from the block."""
+    """The `num_tokens` leading tokens of a block, and its images: (start, hash, place in time), `start` counted from
+    the block. `tokens`: their int32 ids as one integer, the first one lowest: one operation finds where two part."""
 
-    tokens: list[int]
+    num_tokens: int
+    tokens: int
     images: frozenset[tuple[int, bytes, int | None]]
 
     @classmethod
     def from_sequence(cls, seq: Sequence, start: int, end: int) -> PartialBlock:
         """The tokens [start, end) of `seq`, at most a block of them."""
+        tokens = int.from_bytes(seq.token_array(start, end).tobytes(), "little")
         images = frozenset((span.start - start, seq.prompt.images[span.image_index].content_hash, span.later)
                            for span in seq.prompt.spans if span.start < end and span.start + span.num_tokens > start)
-        return cls(seq.tokens(start, end), images)
+        return cls(end - start, tokens, images)
 
     def num_common(self, other: PartialBlock) -> int:
         """Leading tokens that are equal, with equal images up to there."""
-        most = min(len(self.tokens), len(other.tokens))
-        if self.tokens[:most] != other.tokens[:most]:
-            pairs = zip(self.tokens, other.tokens, strict=False)
-            most = next(place for place, (token, its) in enumerate(pairs) if token != its)
-        return min([most, *(max(0, start) for start, *_ in self.images ^ other.images)])
+        most = min(self.num_tokens, other.num_tokens)
+        if different := self.tokens ^ other.tokens:
+            most = min(most, ((different & -different).bit_length() - 1) // 32)
+        if self.images == other.images:
+            return most
+        return min(most, *(max(0, start) for start, *_ in self.images ^ other.images))
 
 
 class Found(NamedTuple):
@@ -64,7 +68,7 @@ class PartialBlocks:
     def offer(self, parent: bytes, block: int, offered: PartialBlock) -> bool:
         """Make `block`, written by the step being put together, known. False if another one has its tokens."""
         known = self._of_parent.setdefault(parent, {})
-        if any(other != block and its.num_common(offered) == len(offered.tokens) for other, its in known.items()):
+        if any(other != block and its.num_common(offered) == offered.num_tokens for other, its in known.items()):
             return False
         known.pop(block, None)
         if len(known) == _MOST_OF_A_PARENT:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from npu_runner.core.draft_history import DraftHistory
 from npu_runner.request.outputs import FinishReason
 from npu_runner.request.pooling_params import PoolingParams
@@ -119,6 +121,12 @@ class Sequence:
             return self.prompt.token_ids[start:end]
         output = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*self.prompt.token_ids[start:num_prompt], *output] if start < num_prompt else output
+
+    def token_array(self, start: int, end: int) -> np.ndarray:
+        """The same, int32 (end - start,). It is not to be written to: the prompt's are a view."""
+        if end <= self.num_prompt_tokens:
+            return self.prompt.token_array[start:end]
+        return np.asarray(self.tokens(start, end), dtype=np.int32)
 
     @property
     def most_cached_tokens(self) -> int:

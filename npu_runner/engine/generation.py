@@ -61,7 +61,8 @@ def not_followed(why: str, code: str = "invalid_structured_outputs") -> End:
 
 
 class Generation:
-    """`end_tokens` end it where stops are allowed. Where no stop string is looked for, the text is made at the end."""
+    """`end_tokens` end it where stops are allowed. Where no stop string is looked for, the text is decoded at the end.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer, end_tokens: frozenset[int], vocab_size: int = 0):
         params = sequence.params
@@ -73,14 +74,13 @@ class Generation:
         self.finished: CompletionOutput | None = None
         self._tokenizer = tokenizer
         self.end_tokens = end_tokens
-        self._looks_for_stops = bool(params.stop)
         self._restart()
         self._most_tokens = (sequence.max_num_tokens or sys.maxsize) - sequence.num_prompt_tokens
 
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens is looked at, whatever it is."""
-        return self._looks_for_stops or self.logprobs is not None or self._detector is not None
+        return self._detokenizer is not None or self.logprobs is not None or self._detector is not None
 
     @property
     def num_left(self) -> int:
@@ -103,7 +103,7 @@ class Generation:
         detection = params.repetition_detection
         assert detection is None or isinstance(detection, RepetitionDetectionParams), f"{detection!r} was not checked"
         self._has_end_token = False
-        self._detokenizer = detokenizer_for(params, self._tokenizer)
+        self._detokenizer = detokenizer_for(params, self._tokenizer) if params.stop else None
         self._detector = None if detection is None else RepetitionDetector(detection)
 
     def rollback(self) -> None:
@@ -136,7 +136,7 @@ class Generation:
         if token in self.end_tokens and num_tokens >= params.min_tokens:
             self._has_end_token = True
             return End("stop", token if token in params.stop_token_ids else None)
-        if self._looks_for_stops:
+        if self._detokenizer is not None:
             stop = self._detokenizer.append([token], stops_allowed=num_tokens >= params.min_tokens)
             if stop is not None:
                 return End("stop", stop)
@@ -195,11 +195,12 @@ class Generation:
 
     def finish_text(self) -> str:
         """End the text, and return all of it; nothing where no text is asked for."""
-        if not self.sequence.params.detokenize:
+        params, token_ids = self.sequence.params, self.sequence.output_token_ids
+        if not params.detokenize:
             return ""
-        token_ids = self.sequence.output_token_ids
-        if not self._looks_for_stops:
-            self._detokenizer.append(token_ids[: len(token_ids) - self._has_end_token])
+        if self._detokenizer is None:
+            is_hidden = self._has_end_token and not params.include_stop_str_in_output
+            return self._tokenizer.decode(token_ids[: len(token_ids) - is_hidden], params.skip_special_tokens)
         if self._has_end_token:
             self._detokenizer.append_end_token(token_ids[-1])
         return self._detokenizer.finish()

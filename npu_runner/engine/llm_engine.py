@@ -49,6 +49,7 @@ from npu_runner.strategies import OpenedCheckpoint
 # Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
 # whose rules are built together begin together.
 _PATIENCE_SECONDS = 0.05
+_OF_POOLED = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
 class LLMEngine:
@@ -149,7 +150,6 @@ class LLMEngine:
 
     def _add_poolings(self, request_id: str, prompts: list[PromptInputs], params: PoolingParams) -> None:
         """A sequence for each prompt, which ends with what stands where its first token would."""
-        plain = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         labels = params.label_token_ids
         request = self._requests[request_id] = UnfinishedRequest(request_id, prompts, has_labels=labels is not None)
         pooling = self.model_config.pooling
@@ -159,7 +159,7 @@ class LLMEngine:
             for label in labels or ((),):
                 sequence = Sequence(
                     seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
-                    prompt=prompt, params=plain, seed=0, pooling=None if labels else params,
+                    prompt=prompt, params=_OF_POOLED, seed=0, pooling=None if labels else params,
                     output_token_ids=list(label), scored_ends=self._eos_token_ids if labels else (),
                     max_num_tokens=len(prompt.token_ids) + len(label) + 1)
                 self._queue(request, self._generation(sequence, frozenset()))

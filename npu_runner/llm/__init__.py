@@ -30,6 +30,7 @@ from npu_runner.llm.requests import (
     UnsaidLimit,
     chat_parser,
     checked_options,
+    classes_task,
     is_conversation,
     is_one_conversation,
     is_one_prompt,
@@ -277,9 +278,10 @@ class LLM:
         """
         if pooling_task not in _TASKS:
             raise field_error("pooling_task", f"{shown(pooling_task)} is not one of {', '.join(_TASKS)}")
-        classes = self.processor.classes if pooling_task == CLASSIFY else None
-        wrap = partial(PoolingRequestOutput.from_output, classes=classes)
-        return self._pool(prompts, with_fields(pooling_params, task=_TASKS[pooling_task]), pooling_task, wrap, use_tqdm,
+        task = classes_task(pooling_params, self.processor) if pooling_task == CLASSIFY else pooling_task
+        self.processor.check_task(task)
+        wrap = partial(PoolingRequestOutput.from_output, classes=self.processor.classes if task == CLASSIFY else None)
+        return self._pool(prompts, with_fields(pooling_params, task=_TASKS[pooling_task]), task, wrap, use_tqdm,
                           stream_results, return_errors)
 
     @overload
@@ -297,24 +299,23 @@ class LLM:
         `pooling_params` `probs` are the numbers that the probabilities are made of.
 
         - A classifier (a *ForSequenceClassification) has classes of its own.
-        - A model that generates text gets `labels`, 2 to 512 different texts. The likelihood of a label is the sum of
-          the log probabilities of its tokens, tokenized by themselves, and of the model's end tokens behind it (added
-          up). The probabilities are the softmax of these sums. The prompt of a conversation ends with the start of the
-          answer, unless `add_generation_prompt` is False, and may not end within reasoning.
+        - A model that generates text gets `labels`, 2 to 512 different texts; each request may bring its own in
+          `pooling_params`. The likelihood of a label is the sum of the log probabilities of its tokens, tokenized by
+          themselves, and of the model's end tokens behind it (added up). The probabilities are the softmax of these
+          sums. The prompt of a conversation ends with the start of the answer, unless `add_generation_prompt` is False,
+          and may not end within reasoning.
 
         Prompts are those of `generate`, template included; everything else is as in `embed`.
         """
         given = checked_options("classify", options, ChatOptions)
         rules = self._media_rules(given.pop("allowed_media_dir", None))
-        task, classes = CLASSIFY, None
-        if labels is None and isinstance(pooling_params, PoolingParams):
-            labels = pooling_params.labels
         if labels is not None:
             pooling_params = with_fields(pooling_params, labels=labels)
-            task, classes = LABELS, Classes(labels=tuple(labels), activation=SOFTMAX)
+        task = classes_task(pooling_params, self.processor)
         self.processor.check_task(task)
-        wrap = partial(ClassificationRequestOutput.from_output, classes=classes or self.processor.classes)
-        parse = prompt_or_chat_parser(self.processor, rules, given, add_generation_prompt=None if labels else False)
+        classes, adds_prompt = (None, None) if task == LABELS else (self.processor.classes, False)
+        wrap = partial(ClassificationRequestOutput.from_output, classes=classes)
+        parse = prompt_or_chat_parser(self.processor, rules, given, add_generation_prompt=adds_prompt)
         return self._pool(prompts, pooling_params, task, wrap, use_tqdm, stream_results, return_errors, parse)
 
     @overload
@@ -383,9 +384,10 @@ class LLM:
 
     def _run(self, items: Iterable[Any], sampling_params: AnyParams | None, parse: Parse, use_tqdm: Bar,
              stream_results: bool, return_errors: bool, max_tokens: int | None = None,
-             wrap: Callable[..., Any] = lambda output, is_raw: output) -> Any:
+             wrap: Callable[..., Any] = lambda output, **_: output) -> Any:
         """`max_tokens`: the limit where neither params nor the checkpoint name one; None: the model's length. `wrap`
-        makes the caller's result of an output; `is_raw`: the request wants logits (`use_activation` False)."""
+        makes the caller's result of an output; `is_raw`: the request wants logits (`use_activation` False); `classes`:
+        the request's own labels."""
         if not isinstance(items, Iterable):
             raise RequestError(f"prompts: a list or an iterator is needed, not {type(items).__name__}", "invalid_type")
         total = len(items) if isinstance(items, Sized) else None
@@ -418,18 +420,17 @@ class LLM:
             self._reset()  # again, if an interrupt came before it was done the first time
         self._is_torn = True
         try:
-            first, raw = self.num_requests, set[int]()
+            first, wanted = self.num_requests, dict[int, dict[str, Any]]()
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, answer in self._service.answers(_record_raw(tasks, raw), read_seconds):
+                for index, answer in self._service.answers(_record_wanted(tasks, wanted), read_seconds):
                     if isinstance(answer, RequestError) and not return_errors:
                         raise with_index(index, answer)
                     bar.update()
                     if isinstance(answer, RequestError):
                         answer = RequestOutput.failed(f"request-{first + index}", answer)
                     limit.log_cut_off(answer)
-                    yield index, wrap(answer, is_raw=index in raw)
-                    raw.discard(index)
+                    yield index, wrap(answer, **wanted.pop(index, {}))
                     if not self._turns.is_current(call):
                         raise RequestError("these results ended when the LLM was called again, or closed",
                                            code="results_ended")
@@ -450,9 +451,13 @@ class LLM:
         self._is_torn = False
 
 
-def _record_raw(tasks: Iterator[PromptTask], raw: set[int]) -> Iterator[PromptTask]:
-    """`tasks`; the indices of those that want logits are added to `raw`."""
+def _record_wanted(tasks: Iterator[PromptTask], wanted: dict[int, dict[str, Any]]) -> Iterator[PromptTask]:
+    """`tasks`; arguments for `wrap` of those that want logits or bring labels are added to `wanted`, by index."""
     for index, task in enumerate(tasks):
-        if isinstance(task.params, PoolingParams) and task.params.use_activation is False:
-            raw.add(index)
+        if isinstance(task.params, PoolingParams):
+            if task.params.use_activation is False:
+                wanted[index] = {"is_raw": True}
+            if task.params.labels is not None:
+                classes = Classes(labels=tuple(task.params.labels), activation=SOFTMAX)
+                wanted[index] = {**wanted.get(index, {}), "classes": classes}
         yield task

@@ -21,10 +21,10 @@ from npu_runner.errors import RequestError
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.tasks import PromptTask
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.serving.endpoint import Endpoint, Prepared, failed_prompt, prepare_prompt
+from npu_runner.serving.endpoint import Endpoint, Prepared, encode_ahead, failed_prompt, prepare_prompt
 from npu_runner.serving.options import PreprocessingOptions, num_cpus
 from npu_runner.serving.replica import FinishedRow, ReplicaFacts
-from npu_runner.serving.replicas.inline_replica import MOST_WAITING, InlineReplica, max_ready_requests
+from npu_runner.serving.replicas.inline_replica import InlineReplica, rows_ahead
 from npu_runner.serving.workers.pool import PoolLimits, WorkerPool
 from npu_runner.strategies import open_checkpoint
 
@@ -82,18 +82,19 @@ class PromptServer(InlineReplica):
 
     def _load(self) -> ReplicaFacts:
         engine = self._engine = self._open.enter_context(self._load_engine(self._report))
-        max_ready = max_ready_requests(engine.max_num_seqs)
+        ahead = rows_ahead(engine.max_num_seqs)
         limits = PoolLimits(
             num_workers=self._options.num_workers(num_cpus()), task_timeout_seconds=self._options.preprocessing_timeout,
-            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=max_ready,
+            worker_memory_bytes=self._options.worker_memory_bytes, max_ready=ahead.ready,
             are_forked=engine.processor.transformers_images is not None)
         self.endpoint = Endpoint(functools.partial(prepare_prompt, engine.processor), self._write, limits,
-                                 failed=failed_prompt, pages_of=lambda task: task.pages)
+                                 failed=failed_prompt, pages_of=lambda task: task.pages,
+                                 look_ahead=functools.partial(encode_ahead, engine.processor))
         self.pool = self.endpoint.pool
         self._open.callback(self.pool.close)
         return ReplicaFacts(
             version=npu_runner.__version__, settings=engine.describe(), ledger=engine.ledger,
-            max_rows=engine.max_num_seqs + MOST_WAITING + max_ready + limits.num_workers)
+            max_rows=engine.max_num_seqs + sum(ahead) + limits.num_workers)
 
     def _write(self, prepared: Prepared, answer: Answer) -> FinishedRow:
         return FinishedRow(prepared.number, None, self._pack(answer))

@@ -80,8 +80,8 @@ class PromptService(Owner):
                 if task is None:
                     is_read = True
                     break
-                number = self.num_requests
-                unanswered[number] = self._submit(replace(task, number=number))
+                task.number = number = self.num_requests
+                unanswered[number] = self._submit(task)
                 num_bytes += unanswered[number]
             must_wait = bool(unanswered) and (is_read or not self._has_room(len(unanswered), num_bytes))
             for number, answer in self._fetch(_IDLE_SECONDS if must_wait else 0.0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
@@ -23,7 +23,7 @@ from npu_runner.prompts.text.tokenizer import plain_number
 from npu_runner.prompts.text.tools import parse_tools
 from npu_runner.request.limits import field_error, plain_template_kwargs, shown
 from npu_runner.request.outputs import RequestOutput
-from npu_runner.request.pooling_params import PoolingParams
+from npu_runner.request.pooling_params import CLASSIFY, LABELS, PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
 
@@ -69,6 +69,14 @@ def with_fields(given: PoolingParams | Iterable[PoolingParams] | None,
     if isinstance(given, PoolingParams) or not isinstance(given, Iterable):
         return set_fields(given)
     return list(map(set_fields, given)) if isinstance(given, Sequence) else map(set_fields, given)
+
+
+def classes_task(given: PoolingParams | Iterable[PoolingParams] | None, processor: ChatProcessor) -> str:
+    """The task of requests for classes. If each brings params, a model that generates text needs labels in all of them:
+    `resolve_params` refuses those without."""
+    if given is None or isinstance(given, PoolingParams):
+        return CLASSIFY if given is None or given.labels is None else LABELS
+    return CLASSIFY if processor.pooling is not None else LABELS
 
 
 def params_of(given: Any, default: SamplingParams, count: int | None) -> AnyParams:
@@ -254,6 +262,8 @@ def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Unsai
             if one is not last or resolved is None:
                 last, resolved = one, processor.resolve_params(limit.bounded(one))
             processor.most_prompt_tokens(resolved)  # raises for more than the model takes
-            yield replace(parse(item), params=resolved)
+            task = parse(item)
+            task.params = resolved
+            yield task
         except RequestError as error:
             yield MadeTask(made=error, params=resolved or SamplingParams())

@@ -1,7 +1,7 @@
 """A role of a platform: attention over the paged cache, and a vision tower's. Knows no vendor and no model.
 
 T tokens of a step, B sequences of a step, N query heads, K kv heads, H head dim, W blocks per sequence, S block size,
-NB blocks of the cache.
+NB blocks of the cache, L layers.
 """
 
 from __future__ import annotations
@@ -92,6 +92,16 @@ class AttentionBackend(Contract, ABC):
         q_TNH, k_TKH = ops.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
         self.write_kv(k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T)
         return q_TNH
+
+    def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs_N2: np.ndarray) -> None:
+        """Copy whole blocks within both caches of all layers, (L, NB, S, K, H). `pairs_N2`: int32, the source and the
+        target of each copy; no target is a source or comes twice, so copies have no order.
+
+        Scales of an FP8 cache belong to layers, so a block's bytes are all of it.
+        """
+        for source, target in pairs_N2.tolist():
+            for cache in (k_cache, v_cache):
+                cache[:, target] = cache[:, source]
 
     @abstractmethod
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,

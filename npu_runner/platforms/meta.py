@@ -122,11 +122,10 @@ class MetaMemory(Memory):
 
 
 class _MetaDownload(Download):
-    """Zeros, as no value is computed. The tensor lives as long as its copy is not read."""
+    """Zeros, as no value is computed. As on a device, the copy does not hold the tensor."""
 
     def __init__(self, tensor: Tensor):
         super().__init__(torch.zeros(tensor.shape, dtype=tensor.dtype))
-        self._tensor = tensor
 
 
 class MetaSideStream(SideStream):

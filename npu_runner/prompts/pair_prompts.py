@@ -253,7 +253,7 @@ class PairPrompts:
         sides = {QUERY: query, DOCUMENT: document}
         in_order = [located for role in self._order if role in sides for located in sides[role].seen]
         seen = self._vision.in_order(token_ids, in_order)
-        return replace(self._vision.prompt(token_ids, seen, truncate_prompt_tokens, requested, known), text=text)
+        return self._vision.prompt(token_ids, seen, truncate_prompt_tokens, requested, known, text=text)
 
     def _as_variable(self, instruction: str) -> dict[str, Any]:
         if not self._reads_variable:

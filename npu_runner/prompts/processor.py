@@ -319,13 +319,18 @@ class ChatProcessor(RequestChecks):
                         truncate_prompt_tokens=truncate_prompt_tokens)
         requested = self._vision.requested(mm_processor_kwargs)
         located: list[tuple[Seen, str]] = [(image, f"images[{number}]") for number, image in enumerate(images)]
-        places = (f"videos[{number}]" for number in range(len(videos)))
-        located += [(Video.from_source(video, where), where) for video, where in zip(videos, places, strict=True)]
+        located += [(Video.from_source(video, where := f"videos[{number}]"), where)
+                    for number, video in enumerate(videos)]
         self.media_limits.check(located)
         token_ids = self._raw_token_ids(prompt, is_cut=truncate_prompt_tokens is not None)
         located = self._vision.in_order(token_ids, located)
-        made = self._vision.prompt(token_ids, located, truncate_prompt_tokens, requested)
-        return replace(made, text=prompt) if isinstance(prompt, str) else made
+        return self._vision.prompt(token_ids, located, truncate_prompt_tokens, requested,
+                                   text=prompt if isinstance(prompt, str) else None)
+
+    def encode_ahead(self, texts: Sequence[str]) -> None:
+        """Encode raw prompts together that `from_text` will be called with next; results are those of one by one."""
+        is_shown_as = isinstance(self.pooling, VectorPooling) and self.pooling.messages is not None
+        self._chat.control.encode_ahead(() if is_shown_as else texts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's tokens, special ones included."""

@@ -55,7 +55,7 @@ def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, h
         _check_labels(pooling)
         return
     if pooling is None:
-        raise wrong_task(GENERATE, VectorPooling.task)
+        raise _no_labels(f"{_NEEDS[VectorPooling.task]}; {_NEEDS[CLASSIFY]}")
     if params.keeps_tokens:
         return
     if isinstance(pooling, VectorPooling):
@@ -64,6 +64,11 @@ def check_pooling_params(params: PoolingParams, pooling: PoolingConfig | None, h
         _check_dimensions(params.dimensions, pooling, hidden_size)
     elif params.dimensions is not None:
         raise _refusal("dimensions", f"they are for vectors, and the model is loaded for task {pooling.task}")
+
+
+def _no_labels(without: str) -> RequestError:
+    return field_error("labels", "missing; the model generates text, and chooses from labels that a request names. "
+                       f"Without them, {without}", "missing_required_parameter")
 
 
 def _check_labels(pooling: PoolingConfig | None) -> None:
@@ -190,8 +195,7 @@ class RequestChecks(ABC):
         if requested == LABELS:
             _check_labels(self.pooling)
         elif requested == CLASSIFY and self.pooling is None:
-            raise field_error("labels", "missing; the model generates text, and chooses from labels that a request "
-                              f"names. Without them, {_NEEDS[CLASSIFY]}", "missing_required_parameter")
+            raise _no_labels(_NEEDS[CLASSIFY])
         elif requested == ScorePooling.task and isinstance(self.pooling, ClassPooling):
             if self._why_no_scores is not None:
                 raise RequestError(f"the model was loaded for classes: {self._why_no_scores}", "wrong_endpoint")

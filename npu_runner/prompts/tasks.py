@@ -36,9 +36,9 @@ _PARAMS = SamplingParams()  # made once: it is checked field by field
 _FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared."""
+    """A prompt to be prepared. Who has it parsed sets `params` and `number`; nothing changes it from then on."""
 
     number: int = 0
     """Its index among the requests of a service."""
@@ -81,7 +81,7 @@ class PromptTask(ABC):
         """The prompt as the engine takes it. Raises RequestError where it cannot be served."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MadeTask(PromptTask):
     """A prompt that is prepared already, or the error that it caused."""
 
@@ -93,7 +93,7 @@ class MadeTask(PromptTask):
         return self.made
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ChatTask(PromptTask):
     """A parsed conversation. `options`: ChatProcessor's, without None."""
 
@@ -112,7 +112,7 @@ class ChatTask(PromptTask):
         return processor(self.conversation, truncate_prompt_tokens=most, **self.options)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TextTask(PromptTask):
     """A raw prompt: text or token ids. `seen`: its images, and behind them its videos, wherever their placeholders
     are."""
@@ -125,6 +125,11 @@ class TextTask(PromptTask):
     def images(self) -> Sequence[tuple[Any, str]]:
         return self.seen
 
+    @property
+    def is_short_text(self) -> bool:
+        """Whether it is text that takes little time to encode."""
+        return isinstance(self.prompt, str) and self.num_chars < _LEAST_CHARS
+
     def with_images(self, images: list[tuple[Any, str]]) -> PromptTask:
         return replace(self, seen=images)
 
@@ -135,7 +140,7 @@ class TextTask(PromptTask):
                                    truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PairTask(PromptTask):
     """A parsed query and document. `options`: PairPrompts' own."""
 

@@ -224,11 +224,14 @@ class VisionPrompts:
         return RequestedMedia(images, videos, {key: value for key, value in given.items() if key in IMAGE_BOUNDS})
 
     def prompt(self, token_ids: list[int], seen: Sequence[tuple[Seen, str]], most_tokens: int | None,
-               requested: RequestedMedia, known: Known | None = None) -> PromptInputs:
+               requested: RequestedMedia, known: Known | None = None, *, text: str | None = None) -> PromptInputs:
         """`seen`: as `in_order` gives them, `requested`: as `requested` does. `most_tokens`: keep the last; None: all.
         `known`: what other prompts of the same objects have prepared of them; it grows."""
         if most_tokens is not None and not seen:
             token_ids = token_ids[-most_tokens:]
+        if not seen and not self._uses_mrope:
+            self._text_length.check_tokens(len(token_ids))
+            return PromptInputs(token_ids, text=text)
         if self.videos is not None and seen:
             token_ids = self.videos.without_outer(token_ids)
         known = {} if known is None else known
@@ -236,7 +239,7 @@ class VisionPrompts:
         prompt = self._assemble(token_ids, self._prepare(seen, len(token_ids), requested, known))
         if most_tokens is not None and len(prompt.token_ids) > most_tokens:
             raise not_cut(len(prompt.token_ids), most_tokens, "has images, and half of one is none")
-        return prompt
+        return replace(prompt, text=text)
 
     def _with_bounded_frames(self, requested: RequestedMedia, seen: Sequence[Seen]) -> RequestedMedia:
         """`requested`, with its bounds of pixels for videos, too, where the family has them for each frame. Raises

@@ -21,7 +21,7 @@ from npu_runner.batch.files.place import Place
 from npu_runner.batch.job.history import JobHistory, JobSummary
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
-from npu_runner.batch.job.run import Views, job_places, run_batch
+from npu_runner.batch.job.run import Views, check_settings, job_places, run_batch
 from npu_runner.config import RunnerConfig
 from npu_runner.errors import ConfigError, JobError
 from npu_runner.reports.metrics import metrics_of
@@ -32,6 +32,16 @@ from npu_runner.reports.survey import spread, survey
 from npu_runner.reports.thumbnails import ThumbnailMaker, ThumbnailPool, side_for
 from npu_runner.request.limits import LIMITS
 from npu_runner.serving.workers.pool import PoolLimits
+
+
+def check_batch(config: RunnerConfig, options: BatchOptions) -> None:
+    """Raises ConfigError for what `run_batch_and_report` refuses whatever the rows and the model are: settings, and
+    views that cannot be written. The folder of the output is there."""
+    check_settings(config, options)
+    with contextlib.ExitStack() as entered:
+        for option, place in job_places(options, config).items():
+            if option != "output":
+                entered.enter_context(place)
 
 
 def run_batch_and_report(config: RunnerConfig, options: BatchOptions, *, unit: str = "row", **more: Any) -> JobSummary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -140,6 +141,11 @@ class PromptInputs:
     position_delta: int = 0
     thinking: Thinking | None = None
     text: str | None = None
+
+    @cached_property
+    def token_array(self) -> np.ndarray:
+        """`token_ids` as int32 (T,), made when a scheduler first reads it."""
+        return np.array(self.token_ids, dtype=np.int32)
 
     @property
     def pages(self) -> list[PageFacts]:

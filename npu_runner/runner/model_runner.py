@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +26,6 @@ from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import pick_platform
 from npu_runner.runner.assembly import RankAssembly
 from npu_runner.runner.base import MemoryProfile, ModelRunnerBase, ModelRunnerOutput, RunnerInfo, StateInfo
-from npu_runner.runner.block_copies import copy_blocks
 from npu_runner.runner.clocks import PhaseClock
 from npu_runner.runner.decode_graphs import DecodeParts, compile_decode_graphs
 from npu_runner.runner.images import VisionCache
@@ -144,7 +144,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             self.bind_cache(num_blocks=1)
             self._progress("compiling kernels")
             # Variants do not depend on how much a step does, so a small one meets them all.
-            self._compiled_late = self.platform.devices.compile_ahead(lambda: self.dummy_run(*small))
+            self._compiled_late = self.platform.devices.compile_ahead(lambda: self._meet_kernels(*small))
         self._progress("profiling memory")
         num_tokens, batch_size = worst if self._is_measured else small
         staging_bytes = self._profile_staging(num_tokens, batch_size)
@@ -153,6 +153,10 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         states_bytes = self.states.num_bytes if self.states else 0
         return self._meter.profile(weights_bytes=weights_bytes(self.model), staging_bytes=staging_bytes,
                                    cache_bytes=self.k_cache.nbytes + self.v_cache.nbytes + states_bytes)
+
+    def _meet_kernels(self, num_tokens: int, batch_size: int) -> None:
+        self.dummy_run(num_tokens, batch_size)
+        self.attention.copy_blocks(self.k_cache, self.v_cache, np.zeros((1, 2), dtype=np.int32))
 
     def _profile_staging(self, num_tokens: int, batch_size: int) -> int:
         """Bytes of the images of a next step: the allocator gives a side stream memory that steps never get."""
@@ -202,7 +206,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.steps.size_tables(self.max_model_len)
         self.ledger = self.guard.ledger = plan.ledger
         self.bind_cache(self.num_blocks)
-        self.steps.copy_blocks = partial(copy_blocks, (self.k_cache, self.v_cache), self.platform.memory)
+        self.steps.copy_blocks = partial(self.attention.copy_blocks, self.k_cache, self.v_cache)
 
     def compile_decode(self) -> None:
         """Compile the decode forward for every bucket, largest first, and record prefills."""

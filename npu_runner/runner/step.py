@@ -143,7 +143,7 @@ class StepRunner:
         # Padded rows of a graph have slots behind those of sequences: as many as the largest graph has rows, at most.
         self.last_tokens_S = torch.zeros(max_num_seqs + self.most_rows, dtype=torch.int32, device=device)
         self.size_tables(max_model_len)
-        self.copy_blocks: Callable[[list[tuple[int, int]]], None] | None = None
+        self.copy_blocks: Callable[[np.ndarray], None] | None = None
         """Copies blocks of the KV cache, (source, target) each; None before there is a cache."""
         self._last_number = 0
         self._newest: StepUnderWay | None = None
@@ -199,7 +199,7 @@ class StepRunner:
         self.clock.enter("launch")
         if batch.copies:
             assert self.copy_blocks is not None, "blocks are copied within a cache"
-            self.copy_blocks(batch.copies)
+            self.copy_blocks(np.array(batch.copies, dtype=np.int32))
         launched = self.launch(step)
         self.clock.enter("sample")
         result = self.make_result(step, launched.last_BX, of_rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 from npu_runner.core.batch import PromptScore, PromptStates, ScheduledBatch
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.sampling_params import WHOLE_VOCABULARY, num_top_logprobs
+from npu_runner.sampling.sampler import most_probable_first, whole_rows
 
 MAX_ROWS = 64
 _Kind: TypeAlias = tuple[int, bool]
@@ -71,8 +72,9 @@ def score_prompts(batch: ScheduledBatch, hidden_TD: Tensor, tokens: Tensor, targ
     for (num_top, is_label), slices in parts.items():
         tokens_L, targets_L = (torch.cat([x[part] for part in slices]) if len(parts) > 1 else x
                                for x in (tokens, targets))
+        most_rows = whole_rows(max_num_seqs) if num_top == WHOLE_VOCABULARY else max_num_seqs
         records = _score_slices(hidden_TD, tokens_L, targets_L, num_top, read_out=read_out, keeps=keeps,
-                                max_rows=min(MAX_ROWS, max_num_seqs), as_logits=as_logits and not is_label)
+                                max_rows=min(MAX_ROWS, most_rows), as_logits=as_logits and not is_label)
         if num_top == WHOLE_VOCABULARY:
             downloads[num_top, is_label] = [download(each) for each in records]
         elif together := list(records):
@@ -103,7 +105,7 @@ def _records(logits_RV: Tensor, targets_R1: Tensor, num_top: int, as_logits: boo
     rank_R1 = (logits_RV > given_R1).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32) + 1
     parts = [(given_R1 - log_total_R1).view(torch.int32), rank_R1]
     if num_top:
-        top_RK, top_ids = logits_RV.topk(min(num_top, logits_RV.shape[-1]), dim=-1)
+        top_RK, top_ids = most_probable_first(logits_RV, num_top)
         parts += [top_ids.to(torch.int32), (top_RK - log_total_R1).contiguous().view(torch.int32)]
     return torch.cat(parts, dim=1)
 

@@ -27,7 +27,7 @@ from npu_runner.platforms.ops import AddAt, MaskedSampler, Ops, TokenLookUp
 from npu_runner.platforms.transfers import Download
 from npu_runner.request.limits import LIMITS
 from npu_runner.request.prompt_inputs import Thinking
-from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from npu_runner.sampling import sampling_ops as ops
 from npu_runner.sampling.logit_rules import Watch
 from npu_runner.sampling.recorded_sampling import RecordedSampling, Recorder
@@ -68,7 +68,7 @@ class SamplerOutput:
     """int32 on the device, the same with a valid token for rows that have none: the next step may run before the host
     notices."""
     logprobs: LogprobsTensors | None
-    """None when no row asked."""
+    """None when no row asked, or one for the whole vocabulary."""
     logprob_rows: np.ndarray
     """The rows that did, on the host."""
     flat: Download
@@ -77,6 +77,8 @@ class SamplerOutput:
     """Why rows have no token, where the host knew it before."""
     num_flat_rows: int | None = None
     """Rows of `flat`, those of a graph's padding included; None: the step's."""
+    slices: Sequence[Download] = ()
+    """The records, some rows each, where a row asked for the whole vocabulary. `flat` comes after them."""
 
     def is_done(self) -> bool:
         """Whether everything is in host memory."""
@@ -91,7 +93,9 @@ class SamplerOutput:
         num_rows, num_records = len(self.token_ids_B), len(self.logprob_rows)
         second = self.num_flat_rows or num_rows
         flat = self.flat.wait()
-        records_LC = flat[2 * second:].reshape(num_records, -1) if num_records else None
+        records_LC = flat[2 * second:].reshape(num_records, -1) if num_records and not self.slices else None
+        if self.slices:
+            records_LC = np.concatenate([part.wait() for part in self.slices])
         return HostSample(flat[:num_rows], flat[second: second + num_rows], self.logprob_rows, records_LC,
                           self.problems)
 
@@ -135,6 +139,7 @@ class Sampler:
         logprobs_mode: RunnerConfig's."""
         self._processes_logprobs = logprobs_mode.startswith("processed")
         self.returns_logits = logprobs_mode.endswith("logits")
+        self._max_num_seqs = max_num_seqs
         self._state = SamplingState(vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
                                     eos_token_ids=eos_token_ids, device=device, add_at=add_at)
         self._sort_ascending = sort_ascending
@@ -159,7 +164,7 @@ class Sampler:
 
         Raises RequestError when the parameters cannot be served; the slot is then free.
         """
-        self.remove(slot)
+        self._constrained.remove(slot)
         self._state.add(slot, params, prompt_token_ids, output_token_ids, seed)
         self._constrained.add(slot, params, thinking, output_token_ids)
 
@@ -250,17 +255,28 @@ class Sampler:
             slots_B = slots_B.long()
         self._compile_sampling(logits_BV, uniforms_B)
         tokens_B1, token_ids_B1, next_B1 = self._choose(logits_BV, slots_B, uniforms_B, plan, words_CW)
-        logprobs = None
+        logprobs, slices = None, list[Download]()
         if plan.logprobs is not None:
             tokens_L1 = plan.logprobs.select(tokens_B1)
             values_LV = (self._processed(logits_BV, slots_B, plan, words_CW, tokens_L1) if self._processes_logprobs
                          else plan.logprobs.select(logits_BV).float())
-            logprobs = _logprobs(values_LV, tokens_L1, plan.num_logprobs, as_logits=self.returns_logits)
+            if plan.num_logprobs <= MAX_TOP_LOGPROBS:
+                logprobs = _logprobs(values_LV, tokens_L1, plan.num_logprobs, as_logits=self.returns_logits)
+            else:
+                slices = self._send_whole(values_LV, tokens_L1)
         token_ids_B = token_ids_B1.squeeze(-1)
         records = [logprobs.records().view(-1)] if logprobs is not None else []
         output = SamplerOutput(token_ids_B, next_B1.squeeze(-1), logprobs, plan.logprob_rows,
-                               self._download(torch.cat([token_ids_B, receipts_B, *records])), problems)
+                               self._download(torch.cat([token_ids_B, receipts_B, *records])), problems, slices=slices)
         return output, tokens_B1.squeeze(-1)
+
+    def _send_whole(self, values_LV: Tensor, tokens_L1: Tensor) -> list[Download]:
+        """The records of the whole vocabulary, on their way to the host. Only some rows are on the device at a time, in
+        less memory than the profiled step takes to sort all of its rows."""
+        num_rows = whole_rows(self._max_num_seqs)
+        parts = zip(values_LV.split(num_rows), tokens_L1.split(num_rows), strict=True)
+        return [self._download(_logprobs(values_RV, tokens_R1, values_RV.shape[1], as_logits=self.returns_logits)
+                               .records()) for values_RV, tokens_R1 in parts]
 
     def _notify_listeners(self) -> None:
         """Pass the chosen tokens, as far as they have arrived, to rows with bad words and to constrained rows.
@@ -447,9 +463,21 @@ def _most_probable(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest_B1, tokens_B1, ops.is_unusable(logits_BV, largest_B1)
 
 
+def whole_rows(max_num_seqs: int) -> int:
+    """The most rows whose whole vocabulary is sorted at once."""
+    return max(1, max_num_seqs // 4)
+
+
+def most_probable_first(logits_LV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """The `num_top` largest values of each row and their token ids. To select all takes more memory than to sort."""
+    if num_top < logits_LV.shape[-1]:
+        return logits_LV.topk(num_top, dim=-1)
+    return logits_LV.sort(dim=-1, descending=True)
+
+
 def _logprobs(logits_LV: Tensor, tokens_L1: Tensor, num_top: int, *, as_logits: bool) -> LogprobsTensors:
     log_total_L1 = torch.zeros_like(logits_LV[:, :1]) if as_logits else logits_LV.logsumexp(-1, keepdim=True)
-    top_LK, top_ids = logits_LV.topk(min(num_top, logits_LV.shape[-1]), dim=-1)
+    top_LK, top_ids = most_probable_first(logits_LV, num_top)
     sampled_L1 = logits_LV.gather(-1, tokens_L1)
     return LogprobsTensors(
         sampled_L=(sampled_L1 - log_total_L1).squeeze(-1),

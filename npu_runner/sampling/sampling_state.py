@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from npu_runner.sampling.ngram_history import NgramHistory, NgramRule, ngram_rul
 from npu_runner.sampling.sampling_plan import GREEDY, RowsOfStep, StepPlan, sampling_class
 
 _REACHED = 1.0 - 2.0**-20  # a set that is short of top_p by rounding alone has reached it
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
 _NEVER = np.iinfo(np.int64).max
 _IN_PROMPT = 0.5  # added once where the prompt holds the token, to the count of how often it was generated
 _LEAST_TEMPERATURE = 1e-5  # a lower one could overflow the scaled logits; here only ties are still left to chance
@@ -38,6 +40,9 @@ class Feature(enum.IntFlag):
     FREQUENCY = enum.auto()
     """Frequency or presence penalty."""
     LOGPROBS = enum.auto()
+
+
+_PENALTIES = int(Feature.REPETITION | Feature.FREQUENCY)
 
 
 class Field(enum.IntEnum):
@@ -102,6 +107,18 @@ class TokenCounts:
         return partial(self._add_at, self._counts_SV.view(-1), indices_B, ones_B)
 
 
+class _OfParams(NamedTuple):
+    """The data of a slot that come from its SamplingParams alone."""
+
+    rules: LogitRules
+    ngram_rule: NgramRule | None
+    features: int
+    top_k: int
+    fields_F: np.ndarray
+    sampling_class: int
+    num_logprobs: int
+
+
 class SamplingState:
     """Seeds, parameters, token counts and rules of every slot."""
 
@@ -129,36 +146,31 @@ class SamplingState:
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         # A dummy step may sample before a row is registered, and recorded sampling reads it in place.
         self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
-        self._last_rules: tuple[SamplingParams, LogitRules] | None = None
+        self._last_params: tuple[SamplingParams, _OfParams] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
             output_token_ids: Sequence[int], seed: int) -> None:
         """Register a sequence as it stands after `output_token_ids`. Raises RequestError, the slot then free."""
         self.remove(slot)
-        rules = self._rules_of(params)
-        if rules.largest_token >= self.vocab_size:
-            raise RequestError(f"token id {rules.largest_token} is asked for, the model has {self.vocab_size} "
-                               "tokens; correct logit_bias, bad_words or stop_token_ids",
-                               code="invalid_sampling_parameter")
+        shared = self._of_params(params)
+        rules = shared.rules
         self._rules[slot] = rules
         if rules.bad_words is not None:
             self._watches[slot] = Watch(rules.bad_words, output_token_ids)
             self._last_watches = None
         self._is_biased_S[slot] = len(rules.tokens) > 0
         self._banned_until_S[slot] = rules.banned_until
-        if (rule := ngram_rule(params, self._max_model_len)) is not None:
-            self._ngram_rules[slot] = rule
-            self._repeats_from_S[slot] = rule.size
-        self._features_S[slot] = _features(params)
-        self._mixed_seeds_S[slot] = _mixed(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))[0]
+        if shared.ngram_rule is not None:
+            self._ngram_rules[slot] = shared.ngram_rule
+            self._repeats_from_S[slot] = shared.ngram_rule.size
+        self._features_S[slot] = shared.features
+        self._mixed_seeds_S[slot] = _mixed_seed(seed)
         self._num_generated_S[slot] = len(output_token_ids)
-        top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-        self._classes_S[slot] = GREEDY if params.is_greedy else sampling_class(
-            top_k, self.vocab_size, params.top_p, params.min_p)
-        self._top_k_S[slot] = top_k
-        self._num_logprobs_S[slot] = num_top_logprobs(params.logprobs or 0, self.vocab_size)
-        self._fields_FS[:, slot] = _fields(params, top_k)
+        self._classes_S[slot] = shared.sampling_class
+        self._top_k_S[slot] = shared.top_k
+        self._num_logprobs_S[slot] = shared.num_logprobs
+        self._fields_FS[:, slot] = shared.fields_F
         self._newcomers[slot] = (prompt_token_ids, output_token_ids)
 
     def remove(self, slot: int) -> None:
@@ -173,12 +185,23 @@ class SamplingState:
             self._last_watches = None
         self._rules.pop(slot, None)
 
-    def _rules_of(self, params: SamplingParams) -> LogitRules:
-        """Made once for all completions of a request, which come one after the other."""
-        if self._last_rules is None or self._last_rules[0] is not params:
+    def _of_params(self, params: SamplingParams) -> _OfParams:
+        """Made once for all rows with equal params that come one after the other. Raises RequestError."""
+        if self._last_params is None or (self._last_params[0] is not params and self._last_params[0] != params):
             assert params.bad_words_token_ids or not params.bad_words, "bad_words are resolved before they are queued"
-            self._last_rules = params, logit_rules(params, self._eos_token_ids)
-        return self._last_rules[1]
+            rules = logit_rules(params, self._eos_token_ids)
+            if rules.largest_token >= self.vocab_size:
+                raise RequestError(f"token id {rules.largest_token} is asked for, the model has {self.vocab_size} "
+                                   "tokens; correct logit_bias, bad_words or stop_token_ids",
+                                   code="invalid_sampling_parameter")
+            top_k = min(params.top_k or self.vocab_size, self.vocab_size)
+            self._last_params = params, _OfParams(
+                rules=rules, ngram_rule=ngram_rule(params, self._max_model_len),
+                features=_features(params), top_k=top_k, fields_F=np.array(_fields(params, top_k), dtype=np.float32),
+                sampling_class=GREEDY if params.is_greedy else sampling_class(
+                    top_k, self.vocab_size, params.top_p, params.min_p),
+                num_logprobs=num_top_logprobs(params.logprobs or 0, self.vocab_size))
+        return self._last_params[1]
 
     def samples_independently(self, host_slots: np.ndarray) -> bool:
         """True if the next tokens of these sequences change neither how later ones are sampled nor the host's work."""
@@ -272,7 +295,7 @@ class SamplingState:
 
     def _stage_newcomers(self) -> dict[str, list[np.ndarray]]:
         penalised = {slot: history for slot, history in self._newcomers.items()
-                     if self._features_S[slot] & (Feature.REPETITION | Feature.FREQUENCY)}
+                     if int(self._features_S[slot]) & _PENALTIES}
         followed = {slot: (self._ngram_rules[slot], output) for slot, (_, output) in self._newcomers.items()
                     if slot in self._ngram_rules}
         return {"fields": [self._fields_FS], "counts": self.counts.stage(penalised),
@@ -306,14 +329,14 @@ def _upload_parts(parts: Mapping[str, list[np.ndarray]], device: torch.device) -
     return {name: [next(on_device) for _ in part] for name, part in parts.items()}
 
 
-def _features(params: SamplingParams) -> Feature:
+def _features(params: SamplingParams) -> int:
     wanted = {
         Feature.REPETITION: params.repetition_penalty != 1.0,
         Feature.FREQUENCY: params.frequency_penalty != 0.0 or params.presence_penalty != 0.0,
         Feature.LOGPROBS: params.logprobs is not None,
         Feature.MIN_P: not params.is_greedy and params.min_p > 0.0,
     }
-    return Feature(sum(feature for feature, is_wanted in wanted.items() if is_wanted))
+    return sum(feature for feature, is_wanted in wanted.items() if is_wanted)
 
 
 def _fields(params: SamplingParams, top_k: int) -> list[float]:
@@ -335,3 +358,11 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def _mixed_seed(seed: int) -> int:
+    """`_mixed` of one number, in Python's integers: an array of one number takes twenty times as long."""
+    word = seed + 0x9E3779B97F4A7C15 & _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31

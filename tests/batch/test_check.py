@@ -68,6 +68,20 @@ def test_examples_are_the_first_rows_of_their_code(folder: Path, capsys: pytest.
     assert found["rows"] == {"total": 40, "served": 0, "failed": 40, "failures_by_code": {"unknown_parameter": 40}}
 
 
+def test_equal_rows_are_counted_beside_prices_that_count_them(folder: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """The job is the oracle: it copies the answers of greedy rows."""
+    rows = [row(f"{name}{number}", name, max_tokens=2, temperature=0) for name in "abc" for number in range(4)]
+    write_rows(folder / "equal.jsonl", [*rows, row("alone", "other", max_tokens=2, temperature=0)])
+    _, found = check(capsys, "equal.jsonl", "--output-price", "3")
+    assert cli.main(["batch", "-i", "equal.jsonl", "-o", "equal.out.jsonl", "--summary", "e.json", *SMALL]) == 0
+    job = json.loads((folder / "e.json").read_text())["this_run"]
+    assert found["equal_rows"] == job["rows"]["copied"] == 9
+    assert found["price_at_most"]["answers"] == 13 * 2 * 3 / 1e6
+    assert cli.main(["check", "-i", "equal.jsonl", *MODEL]) == 0
+    assert "equal     9 rows equal an earlier one; tokens, prices and times count them" in capsys.readouterr().out
+
+
 def test_answers_and_prices_are_what_their_definition_gives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("short", "a", max_tokens=7), row("two", "a", n=2, max_tokens=5), row("open", "a"),
             row("more than is left", "a", max_tokens=1023)]

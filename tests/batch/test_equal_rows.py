@@ -16,7 +16,7 @@ from npu_runner.batch.files.row_book import equal_rows
 from npu_runner.batch.job.history import JobSummary
 from npu_runner.batch.rows.equal import equal_digest
 from npu_runner.config import RunnerConfig
-from npu_runner.errors import EngineDeadError
+from npu_runner.errors import ConfigError, EngineDeadError
 from npu_runner.reports.status import JobStatus, status_of
 from npu_runner.request.outputs import RequestOutput
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -126,6 +126,33 @@ def test_a_later_run_reads_the_answer_back(job: Job, overwrite: bool) -> None:
     assert isinstance(status, JobStatus)
     assert status.to_json()["rows"]["copied"] == 2
     assert "(2 copied)" in status.to_lines()[1]
+
+
+def test_no_model_is_loaded_where_copies_alone_are_missing(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """A killed run has answered the first of each; the lines are those of one run. A row that has to be served itself
+    loads the model for all."""
+    items = [row(f"{name}{number}", name) for name in ("again", "once more") for number in range(40)]
+    write_rows(job.input, items)
+    job.run(Listening)
+    whole = job.output.read_bytes().splitlines(keepends=True)
+    first = [line for line in whole if json.loads(line)["custom_id"] in ("again0", "once more0")]
+    job.output.write_bytes(b"".join(first))
+    capsys.readouterr()
+    num_engines = len(job.engines)
+    with pytest.raises(ConfigError, match="no_repeat_ngram_size"):
+        job.run(Listening, no_repeat_ngram_size=5)
+    summary = job.run(Listening, progress="lines")
+    assert len(job.engines) == num_engines
+    assert "no model is loaded: 78 rows equal answered ones" in capsys.readouterr().err
+    assert sorted(job.output.read_bytes().splitlines(keepends=True)) == sorted(whole)
+    assert (summary.tally.num_copied, summary.exit_status) == (78, 0)
+    job.run(Listening, progress="lines")
+    assert "nothing to do" in capsys.readouterr().err
+    job.output.write_bytes(b"".join(first))
+    write_rows(job.input, [*items, row("new", "new")])
+    job.run(Listening)
+    assert served(job) == ["new"]
+    assert len(read_rows(job.output)) == 81
 
 
 def test_an_answered_row_leads_wherever_it_stands_and_a_failed_one_does_not(job: Job) -> None:

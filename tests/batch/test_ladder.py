@@ -33,6 +33,7 @@ from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.serving.replica import Finished, FinishedRow, Returned
 from tests.batch.job_folder import Job
 from tests.batch.killed_runs import kill, killed_within
+from tests.batch.ladder_steps import STEPS, Tried, ladder
 from tests.batch.real_rows import EXAMPLES, SMALL, rows_of
 from tests.batch.scripted import (
     ScriptedEngine,
@@ -48,12 +49,6 @@ from tests.replicas.jobs import kill as kill_processes
 
 pytestmark = pytest.mark.usefixtures("fixed_time")
 LONG = "never" + "x" * 80
-STEPS = [
-    {"when": ["cut_off"], "change": {"temperature": 0.5}},
-    {"when": ["cut_off"], "change": {"max_tokens": 60, "no_repeat_ngram_size": 5}},
-    {"when": ["empty"], "change": {"temperature": 0.7, "append_prompt": " " + "please" * 2}},
-    {"when": ["unparsed", "error:generation_failed"], "change": {"top_p": 0.5, "temperature": 0.9}},
-]
 ROWS = {
     "good": row("good"), "mended": row("mended", "mended", max_tokens=5), "never": row("never", LONG, max_tokens=5),
     "quiet": row("quiet", "quiet"), "moody": row("moody", "moody"), "mute": row("mute", "quiet" + "y" * 90),
@@ -62,27 +57,6 @@ ROWS = {
     "no json": row("no json", "words", response_format={"type": "json_object"}),
 }  # fmt: skip
 BY_REASON = {"cut_off": 4, "empty": 4, "error:generation_failed": 2, "unparsed": 1}
-
-
-@dataclass
-class Tried(ScriptedEngine):
-    """Says its prompt and its settings, as far as max_tokens lets it, one token a character. Rows that begin with
-    `quiet` and `moody` need a temperature."""
-
-    def _output(self, request_id: str, text: str, params: SamplingParams) -> RequestOutput:
-        said = f"{text} {params.temperature} {params.top_p} {params.seed} {params.no_repeat_ngram_size}"
-        if text.startswith("quiet") and not params.temperature:
-            said = " \n"
-        is_lost = text.startswith("engine error") or (text.startswith("moody") and not params.temperature)
-        cut = said[: params.max_tokens]
-        end = "error" if is_lost else "stop" if cut == said else "length"
-        return RequestOutput(request_id, [CompletionOutput(0, cut, [1] * len(cut), end)], len(text), 1)
-
-
-def ladder(folder: Path, steps: Any) -> str:
-    path = folder / "steps.json"
-    path.write_text(steps if isinstance(steps, str) else json.dumps(steps))
-    return str(path)
 
 
 def seed_of(custom_id: str, attempt: int) -> int:
@@ -313,55 +287,6 @@ def test_eight_attempts_are_the_most(job: Job) -> None:
     (line,) = read_rows(job.output)
     assert line["best_of"] == MOST_ATTEMPTS == 8
     assert [each["step"] for each in line["attempts"]] == list(range(1, 8))
-
-
-@pytest.mark.parametrize(("request_", "param"), [
-    (row("two", n=2, temperature=1), "n"),
-    ({"custom_id": "v", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}}, "url")])
-def test_rows_with_several_answers_or_none_of_text_are_refused(job: Job, request_: Any, param: str) -> None:
-    write_rows(job.input, [request_])
-    job.run(Tried, ladder=ladder(job.folder, STEPS))
-    error = read_rows(job.output)[0]["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
-    assert "ladder" in error["message"]
-
-
-@pytest.mark.parametrize(("steps", "said"), [
-    ([{"when": ["cut_off"], "change": {}}], "step 1: changes nothing; temperature, top_p"),
-    ([STEPS[0], {"when": ["cut_of"], "change": {"top_p": 0.5}}], r"step 2: when\.0: .*'cut_of'"),
-    ([{"when": [], "change": {"top_p": 0.5}}], "step 1: when: "),
-    ([{"when": ["empty"], "change": {"n": 2}}], r"step 1: change\.n: Extra inputs"),
-    ([{"when": ["empty"], "change": {"temperature": -1}}], "step 1: .*temperature"),
-    ([{"when": ["empty"], "change": {"longest": 0}}], r"step 1: .*longest: a number of pixels from 1 to 65500"),
-    ([{"when": ["empty"], "change": {"rotate": 45}}], "step 1: .*rotate: 90, 180 or 270"),
-    ([{"when": ["empty"], "change": {"max_pixels": -5}}], "step 1: .*max_pixels: -5 is not above 0"),
-    ([{"when": ["empty"], "change": {"repetition_detection": {"min_count": "x"}}}], "step 1: .*repetition_detection"),
-    ([{"when": ["empty"], "change": {"append_prompt": "\ud800"}}], "step 1: .* half a surrogate pair"),
-    ([{"when": ["empty"], "change": {"rotate": "as_said"}}], "step 1: rotated and as_said .* --ladder-reader"),
-    ([{"when": ["rotated"], "change": {"top_p": 0.5}}], "step 1: rotated and as_said"),
-    ([{"when": ["empty", "error:prompt_to_long"], "change": {"top_p": 0.5}}],
-     "step 1: when: error:prompt_to_long: no row fails with this code; prompt_too_long"),
-    ([{"when": ["error:zzz"], "change": {"top_p": 0.5}}], "error:zzz: .*; docs/errors.md lists all"),
-    ([{"when": ["empty"], "change": {"append_prompt": ""}}], "step 1: changes nothing"),
-    ([{"when": ["empty"], "change": {"min_pixels": 900, "max_pixels": 100}}],
-     "step 1: min_pixels 900 is more than max_pixels 100; lower it"),
-    ([], "it has no step"), ("[{", "cannot be read as JSON"), ("{}", "steps.json': name: Field required"),
-])  # fmt: skip
-def test_a_wrong_step_is_refused_when_the_file_is_read(steps: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_ladder(ladder(tmp_path, steps), None)
-
-
-def test_a_ladder_that_is_no_file_and_no_reader_is_refused_by_the_commands(job: Job, capsys: Any) -> None:
-    write_rows(job.input, [row("a")])
-    with pytest.raises(ConfigError, match=r"'olmocr-3': is no shipped reader and no file; did you mean olmocr-2"):
-        job.run(Tried, ladder="olmocr-3")
-    with pytest.raises(ConfigError, match="ladder 'glm-ocr': it has no step"):
-        job.run(Tried, ladder="glm-ocr")
-    assert not job.output.exists()
-    bad = ladder(job.folder, [{"when": ["empty"], "change": {}}])
-    assert cli.main(["check", "-i", str(job.input), "--ladder", bad, "--platform", "cpu"]) == 2
-    assert "step 1: changes nothing" in capsys.readouterr().err
 
 
 # -- ladders of readers ------------------------------------------------------------------------------------------------

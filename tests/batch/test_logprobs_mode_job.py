@@ -41,7 +41,7 @@ def test_processed_values_and_what_is_refused(tmp_path: Path, capsys: pytest.Cap
     (choice,) = found["text"]["response"]["body"]["choices"]
     for values in [*of_chat, *(list(top.values()) for top in choice["logprobs"]["top_logprobs"])]:
         assert values.count(LOWEST_LOGPROB) == len(values) - 2, "two tokens can come"
-    for name, field in (("all", "logprobs"), ("of prompt", "prompt_logprobs")):
+    for name, field in (("all", "top_logprobs"), ("of prompt", "prompt_logprobs")):
         assert f"{field}: -1 is outside 0 to 20; LLM alone gives" in found[name]["error"]["message"]
     assert found["states"]["error"]["code"] == "unknown_parameter"
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())

@@ -17,7 +17,7 @@ from npu_runner.batch.rows.openai_format import parse_row, read_json, refuse_hal
 from npu_runner.batch.rows.shape import name_of
 from npu_runner.errors import RequestError
 from npu_runner.request.sampling_params import SamplingParams
-from tests.batch.scripted import row
+from tests.batch.scripted import completion_row, row
 
 OPENAI_BODY = TypeAdapter(CompletionCreateParamsNonStreaming)
 # Ours, after vLLM; OpenAI's types know nothing of them.
@@ -136,6 +136,7 @@ BAD_BODIES = [
     ),
     ({"max_tokens": 0}, "invalid_sampling_parameter", "max_tokens"),
     ({"max_tokens": -1}, "invalid_sampling_parameter", "max_tokens"),
+    ({"max_completion_tokens": 0}, "invalid_sampling_parameter", "max_completion_tokens"),
     ({"max_tokens": "10"}, "invalid_type", "max_tokens"),
     ({"max_tokens": 1.5}, "invalid_type", "max_tokens"),
     ({"max_tokens": True}, "invalid_type", "max_tokens"),
@@ -149,7 +150,7 @@ BAD_BODIES = [
     ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
     ({"logit_bias": {"1": 101}}, "invalid_sampling_parameter", "logit_bias"),
     ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "invalid_sampling_parameter", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "invalid_sampling_parameter", "top_logprobs"),
     ({"metadata": ["a"]}, "invalid_type", "metadata"),
     ({"tools": {"type": "function"}}, "invalid_type", "tools"),
     ({"tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
@@ -178,6 +179,23 @@ def test_a_wrong_body_is_refused_and_the_field_named(change: dict[str, Any], cod
         parse_row(row("a", **change)).to_params({}, 0)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert param.split(".")[-1].split("[")[0] in caught.value.message
+
+
+@pytest.mark.parametrize("value", [-2, -1, 21])
+def test_a_row_and_python_name_each_its_own_range_of_log_probabilities(value: int) -> None:
+    """Python alone has -1, the whole vocabulary."""
+    asked = {"top_logprobs": row("a", logprobs=True, top_logprobs=value), "prompt_logprobs": row(
+        "a", prompt_logprobs=value), "logprobs": completion_row("a", logprobs=value)}
+    for name, line in asked.items():
+        with pytest.raises(RequestError, match=f"^{name}: {value} is outside 0 to 20; LLM alone") as caught:
+            parse_row(line).to_params({}, 0)
+        assert (caught.value.code, caught.value.param) == ("invalid_sampling_parameter", name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if value == -1:
+            assert getattr(SamplingParams(**{name: value}), name) == -1
+        else:
+            with pytest.raises(RequestError, match=f"^{name}: {value} is outside -1 to 20"):
+                SamplingParams(**{name: value})
 
 
 BAD_ROWS = [

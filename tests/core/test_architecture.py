@@ -76,19 +76,27 @@ MOST_ARROWS = 127
 # runner, engine, models, strategies, checkpoint, core, request, front: hidden states of layers (150).
 # platforms: the memory of a device is public (10).
 # core, runner: a partly shared last block is copied: which blocks begin alike, and copies that are held (260).
+# platforms: attention copies blocks, on cuda by one kernel, on npu by a cache write (48), which runner did before (27).
+# llm, prompts: each request may bring labels of its own (17). batch: rows name their own ranges (3).
+# batch, cli: copies that alone are missing are written without a model, and `check` names equal rows (52).
+# cli, batch, reports: `read` refuses a wrong ladder, report or mode of log probabilities before it opens a page (19).
+# sampling: log probabilities of the whole vocabulary go to the host slice by slice, within the profiled memory (27).
 # batch, reports, cli, tables, serving, readers: a ladder tries rows again whose answers have a fault (550).
 # batch, serving, reports: equal rows are served once, and their answers are copied (417).
 # batch, cli: `verify` has transformers score answers, and names two numbers per row (380).
 # serving, engine, llm, core, batch: what waits is bounded by tokens; a row is under way once its step is planned (76).
+# core, request: a prompt has its tokens as an array, and what two partial blocks share is one operation (11).
+# sampling: what follows from params alone is kept for the next row, and one seed is mixed in Python's integers (30).
+# serving, prompts, llm: texts are encoded in batches ahead (40). batch, serving: bounds stand in one place (9).
 # front: the codes of errors, which a ladder names; batch, prompts, engine, llm: steps and labels that do nothing (61).
 # runner, platforms: long prefills, and those of models that pool, are recorded where launching them takes long (208).
 # platforms, engine, layers, models, runner, front: a custom all-reduce, and norms that sum over the ranks (360).
 # processes, engine: which rank died first, where another one is aborted for it (40).
 # platforms: decode attention reads shared blocks once: when that pays, and room for what it adds up (15).
 MOST_LINES = {
-    "platforms": 14795, "batch": 8993, "prompts": 7320, "runner": 5205, "checkpoint": 3957, "serving": 2979,
-    "engine": 2651, "tables": 3489, "core": 2408, "grammars": 1997, "models": 3275, "cli": 2275, "layers": 1891,
-    "sampling": 1822, "request": 1873, "strategies": 1991, "reports": 1539, "llm": 1489, "front": 1006,
+    "platforms": 14842, "batch": 9051, "prompts": 7346, "runner": 5178, "checkpoint": 3957, "serving": 3003,
+    "engine": 2652, "tables": 3489, "core": 2413, "grammars": 1997, "models": 3275, "cli": 2283, "layers": 1891,
+    "sampling": 1880, "request": 1876, "strategies": 1991, "reports": 1549, "llm": 1504, "front": 1006,
     "processes": 775, "readers": 1001, "assets": 11,
 }
 # The most imports of this package in one file. A file above it has more than one job.
@@ -109,7 +117,8 @@ CONTRACT = {
 # An attribute came (fallbacks) for two methods that became one (find_fallbacks), and two for the limits of CANN's
 # attention (longest_context, most_elements). One for attention that takes queries of a row together (groups_drafts).
 # A method that no vendor writes (memory_info) reads a role for callers. One makes an all-reduce beside the backend's.
-MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 86, 37
+# A vendor may copy blocks by a kernel of its own (copy_blocks).
+MOST_CONTRACT_METHODS, MOST_CONTRACT_ATTRIBUTES = 87, 37
 # Words that a reader of vLLM, PyTorch and CUDA does not know in our meaning, as regular expressions over all sources of
 # the package, with the most occurrences. The terms to use stand in CONTRIBUTING.md. No number is ever raised.
 MOST_OF_A_WORD = {

@@ -231,11 +231,28 @@ def test_a_row_that_fails_leaves_what_others_had_computed() -> None:
     assert again.num_cached_tokens == 20
 
 
+def partial_block(tokens: list[int] | range) -> PartialBlock:
+    seq = Sequence(0, 0, "r", 0, PromptInputs(list(tokens)), SamplingParams(), 0)
+    return PartialBlock.from_sequence(seq, 0, len(tokens))
+
+
+def test_the_tokens_that_two_partial_blocks_have_in_common_are_counted_one_by_one() -> None:
+    rng = random.Random(4)
+    largest = 2**31 - 1
+    for _ in range(500):
+        first = [rng.choice((0, 1, 255, 65_536, largest)) for _ in range(rng.randint(1, 12))]
+        second = first[: rng.randint(0, len(first))] + [rng.choice((0, 1, largest)) for _ in range(rng.randint(1, 6))]
+        pairs = zip(first, second, strict=False)
+        most = min(len(first), len(second))
+        expected = next((place for place, (one, other) in enumerate(pairs) if one != other), most)
+        assert partial_block(first).num_common(partial_block(second)) == expected, (first, second)
+
+
 def test_few_tokens_of_a_block_are_computed_unless_they_are_all_that_is_left() -> None:
     partial = PartialBlocks(64)
-    assert partial.offer(b"parent", 7, PartialBlock(list(range(64)), frozenset()))
+    assert partial.offer(b"parent", 7, partial_block(range(64)))
     partial.launch()
     for num_equal, most, found in ((15, 63, None), (16, 63, 16), (15, 15, 15), (3, 3, 3), (2, 3, None)):
-        wanted = PartialBlock([*range(num_equal), *[99] * (64 - num_equal)], frozenset())
+        wanted = partial_block([*range(num_equal), *[99] * (64 - num_equal)])
         place = partial.find(b"parent", wanted, most, can_be_new=False)
         assert place == (None if found is None else Found(7, found, is_new=False)), (num_equal, most)

@@ -14,6 +14,9 @@ from tests.oracle import reference
 
 LAYERS = (1, -1, 0)
 TOLERANCE = 1e-4
+RELATIVE = 1e-5
+"""Beside it: states are as large as 20, and transformers' own float32 is up to 1.3e-5 of a logit away from its float64.
+"""
 
 
 @torch.inference_mode()
@@ -32,4 +35,5 @@ def assert_states(path: Path, prompt: Sequence[int], result: RequestOutput, laye
     wanted = expected(path, [*prompt, *result.token_ids][:-1], images)
     for layer, states in result.hidden_states.items():
         assert states.dtype == np.float32
-        np.testing.assert_allclose(states, wanted[layer].numpy(), rtol=0, atol=TOLERANCE, err_msg=f"layer {layer}")
+        np.testing.assert_allclose(states, wanted[layer].numpy(), rtol=RELATIVE, atol=TOLERANCE,
+                                   err_msg=f"layer {layer}")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,12 @@ def need_devices(platform_name: str, num_ranks: int = 2) -> None:
 
 def greedy(count: int = MAX_NEW_TOKENS) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Token ids, a prompt for each length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 290, length).tolist() for length in lengths]
 
 
 def runner_of(llm: LLM) -> ModelRunner:

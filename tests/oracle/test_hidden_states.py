@@ -20,7 +20,7 @@ from tests.oracle import reference
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
 from tests.oracle.image_prompts import LAYOUTS, make_prompts
 from tests.oracle.returned_states import LAYERS, assert_states, expected
-from tests.oracle.running import SMALL, need_devices, runner_of
+from tests.oracle.running import SMALL, need_devices, random_prompts, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33)
@@ -29,13 +29,7 @@ ASKED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, return_hidd
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    return [rng.integers(0, 290, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Make) -> Path:
-    return checkpoint("qwen3")
+    return random_prompts(LENGTHS, seed=5)
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,35 @@ def test_a_replica_counts_each_label_as_a_sequence_that_waits(checkpoint: Make) 
         llm.engine.reset()
 
 
+def test_each_request_brings_labels_of_its_own(checkpoint: Make) -> None:
+    """Equal to a call for each, of `classify` and `encode`, with lists and iterators."""
+    with LLM(checkpoint("qwen3"), platform="cpu", **SMALL) as llm:
+        prompts = ["which colour", "what shape", "how many"]
+        asked = [PoolingParams(labels=["red", "blue", "a circle"], use_activation=False),
+                 PoolingParams(labels=["circle", "square"]), PoolingParams(labels=("1", "2"), use_activation=True)]
+        alone = [llm.classify(prompt, labels=params.labels, pooling_params=params.replace(labels=None))[0]
+                 for prompt, params in zip(prompts, asked, strict=True)]
+        streamed = dict(llm.classify(iter(prompts), iter(asked), stream_results=True))
+        for found in (llm.classify(prompts, asked), [streamed[index] for index in range(3)]):
+            for one, right, params in zip(found, alone, asked, strict=True):
+                assert one.probs == pytest.approx(right.probs, abs=TOLERANCE)
+                assert one.label == right.label
+                assert params.labels is not None
+                assert one.label in params.labels
+        arrays = llm.encode(prompts, asked, pooling_task="classify")
+        for array, right in zip(arrays, alone, strict=True):
+            np.testing.assert_allclose(array.data, right.probs, rtol=0, atol=TOLERANCE)
+        (array,) = llm.encode(prompts[:1], asked[0], pooling_task="classify")
+        np.testing.assert_allclose(array.data, alone[0].probs, rtol=0, atol=TOLERANCE)
+        asked[1] = PoolingParams()
+        with pytest.raises(RequestError, match="prompt 1: labels: missing") as missing:
+            llm.classify(prompts, asked)
+        assert missing.value.code == "missing_required_parameter"
+        first, lost, last = llm.classify(prompts, asked, return_errors=True)
+        assert (first.label, last.label) == (alone[0].label, alone[2].label)
+        assert "labels: missing" in str(lost.error)
+
+
 def test_what_is_refused(checkpoint: Make) -> None:
     with LLM(checkpoint("qwen3"), platform="cpu", **SMALL) as llm:
         for labels, said in ((["a"], "1 of them"), (["a", "a"], r"labels\[1\].*labels\[0\]"),

@@ -171,9 +171,27 @@ def test_the_tokens_that_are_left_are_those_that_can_be_sampled(params: Sampling
     sampler.add(0, params.replace(logprobs=-1), [0], seed=1)
     sampler.add(1, SamplingParams(temperature=0), [0], seed=1)
     output = step(sampler, logits_V.expand(2, -1), [0, 1])
-    assert output.logprobs is not None
-    kept = output.logprobs.top_ids[0][output.logprobs.top_logprobs[0].isfinite()]
+    records_LC = output.to_host().records_LC
+    assert records_LC is not None
+    ids, values = np.split(records_LC[0, 2:], 2)
+    kept = ids[np.isfinite(values.view(np.float32))]
     assert sorted(kept.tolist()) == can_come.tolist()
+
+
+def test_values_of_the_whole_vocabulary_leave_the_device_in_slices() -> None:
+    """Nine rows of which one asks: two rows at a time, and the values are those of log_softmax."""
+    logits_BV = torch.randn(9, 200, generator=torch.Generator().manual_seed(3))
+    sampler = make_sampler(200, 9)
+    for row in range(9):
+        sampler.add(row, SamplingParams(temperature=0, logprobs=-1 if row == 4 else 2), [0], seed=1)
+    output = step(sampler, logits_BV, list(range(9)))
+    assert [len(part.wait()) for part in output.slices] == [2, 2, 2, 2, 1]
+    records_LC = output.to_host().records_LC
+    assert records_LC is not None
+    for logits_V, record in zip(logits_BV, records_LC, strict=True):
+        ids, values = np.split(record[2:], 2)
+        np.testing.assert_array_equal(ids, logits_V.argsort(descending=True).numpy())
+        np.testing.assert_allclose(values.view(np.float32), logits_V.log_softmax(-1)[ids].numpy(), rtol=0, atol=1e-5)
 
 
 def test_more_than_an_answer_may_hold_is_refused(path: Path, prompts: list[list[int]], platform_name: str) -> None:

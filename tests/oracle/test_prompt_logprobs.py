@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from openai.types import Completion
@@ -17,7 +16,7 @@ from npu_runner import LLM, SamplingParams
 from npu_runner.errors import RequestError
 from npu_runner.request.outputs import PromptLogprobs, RequestOutput
 from tests.oracle import reference
-from tests.oracle.running import SMALL, need_devices, runner_of
+from tests.oracle.running import SMALL, need_devices, random_prompts, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 2, 140)
@@ -27,13 +26,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=4, ignore_e
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 290, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Make) -> Path:
-    return checkpoint("qwen3")
+    return random_prompts(LENGTHS, seed=3)
 
 
 @pytest.fixture(scope="module")

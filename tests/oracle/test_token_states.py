@@ -20,7 +20,7 @@ from npu_runner.prompts.tasks import text_task
 from npu_runner.runner.token_results import as_float32, send_states
 from tests.oracle import reference
 from tests.oracle.embedding_checkpoints import assert_same, expected_vector
-from tests.oracle.running import SMALL, need_devices, runner_of
+from tests.oracle.running import SMALL, need_devices, random_prompts, runner_of
 
 Make = Callable[..., Path]
 LENGTHS = (5, 1, 90, 33, 64, 17, 140, 48)
@@ -29,13 +29,7 @@ CHUNK = 48
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 290, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Make) -> Path:
-    return checkpoint("qwen3")
+    return random_prompts(LENGTHS, seed=0)
 
 
 @pytest.fixture(scope="module")

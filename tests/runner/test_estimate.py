@@ -19,6 +19,8 @@ from npu_runner.config import RunnerConfig
 from npu_runner.layers.parallel import TensorParallel
 from npu_runner.platforms import find_platform
 from npu_runner.request.limits import GIB
+from npu_runner.request.sampling_params import SamplingParams
+from npu_runner.runner import dummy
 from npu_runner.runner.estimate import Estimate, estimate_memory
 from npu_runner.strategies import pick_strategy
 from scripts.sizing_table import MODELS, config_of, row
@@ -127,6 +129,21 @@ def test_the_bound_holds_for_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config_of("Qwen3-30B-A3B"), "num_hidden_layers": 8}))
     config = RunnerConfig.from_keywords(tmp_path, platform="cuda", max_num_seqs=16)
     assert 575_460_864 < estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes < 1.5 * 575_460_864
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
+@pytest.mark.parametrize("num_seqs", [1, 6, 256])
+def test_rows_that_all_ask_for_the_whole_vocabulary_take_no_more_than_the_worst_step(
+        num_seqs: int, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that a start measures samples among the most probable tokens of every row, which sorts all of them."""
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("Qwen3-8B"), "num_hidden_layers": 1}))
+    config = RunnerConfig.from_keywords(tmp_path, platform="cuda", max_num_seqs=num_seqs, logprobs_mode=mode,
+                                        max_num_batched_tokens=2 * num_seqs)
+    worst = estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes
+    monkeypatch.setattr(dummy, "_PARAMS", dummy._PARAMS.replace(logprobs=-1))
+    assert estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes <= worst
+    monkeypatch.setattr(dummy, "_PARAMS", SamplingParams(temperature=0, logprobs=-1))
+    assert estimated(config, "cuda", 80 * GIB).profile.activation_peak_bytes <= worst
 
 
 def test_room_for_prompts_over_caches_in_fp8_counts(tmp_path: Path) -> None:

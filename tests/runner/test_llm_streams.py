@@ -13,7 +13,7 @@ from npu_runner.assets import SHAPES_VL
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.llm import prompt_service
 from npu_runner.serving.options import PreprocessingOptions
-from npu_runner.serving.replicas.inline_replica import MOST_WAITING, max_ready_requests
+from npu_runner.serving.replicas.inline_replica import rows_ahead
 from scripts.shapes.drawing import TEST_SEEDS, draw_example
 from tests.full_set import only_full
 
@@ -91,7 +91,7 @@ def test_results_come_as_they_finish(llm: LLM) -> None:
 def test_an_iterator_is_read_as_the_work_goes_on(llm: LLM, has_images: bool) -> None:
     items = CONVERSATIONS if has_images else [[{"role": "user", "content": "which"}]]
     source = Counted(items, 100_000)
-    most_ahead = MAX_NUM_SEQS + MOST_WAITING + max_ready_requests(MAX_NUM_SEQS) + 2
+    most_ahead = MAX_NUM_SEQS + sum(rows_ahead(MAX_NUM_SEQS)) + 2
     stream = llm.chat(source, GREEDY, stream_results=True)
     assert source.num_taken == 0, "nothing is read before somebody asks"
     for num_finished, _ in enumerate(itertools.islice(stream, 60), 1):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_runner.request.sampling_params import SamplingParams
 from npu_runner.sampling.sampler import Sampler
+from npu_runner.sampling.sampling_state import _mixed, _mixed_seed
 from tests.runner.sampler_steps import (
     SEVERAL,
     VOCAB,
@@ -48,6 +49,18 @@ def alone(table_VV) -> list[list[int]]:
 def test_slot_makes_no_difference(table_VV, alone):
     for number, expected in enumerate(alone):
         assert generate(table_VV, conversation(number), 40, slot=5 + number, encode=spell) == expected
+
+
+def test_seeds_are_mixed_as_published():
+    """By the first output of SplitMix64 with seed 1234567, which its implementations share."""
+    sampler = make_sampler(VOCAB)
+    assert _mixed_seed(1234567) == 6457827717110365317
+    assert _mixed(np.array([1234567], dtype=np.uint64))[0] == 6457827717110365317
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 987654321987654321):
+        sampler.add(3, SamplingParams(), [1], seed=seed)
+        words = np.array([seed & 2**64 - 1], dtype=np.uint64)
+        bits = int(_mixed(_mixed(words))[0])
+        assert sampler.host_inputs(np.array([3]))[0] == np.float32((bits >> 40) * 2.0**-24), seed
 
 
 def test_neighbours_make_no_difference(table_VV, alone):

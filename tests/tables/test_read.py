@@ -277,3 +277,30 @@ def test_read_uses_the_ladder_of_its_reader_unless_another_is_named(given: str |
     settings = json.loads((tmp_path / "out" / "answers.jsonl.manifest.json").read_text())["settings"]
     expected = {None: reader["ladder"], "file": [step(0.9)], "none": None}[given]
     assert settings.get("answers.ladder") == (expected and {"parser": "front_matter", "steps": expected})
+
+
+@pytest.mark.parametrize(("option", "value", "said"), [
+    ("--ladder", '[{"when": ["cut_off"], "change": {}}]', "step 1: changes nothing"),
+    ("--ladder", '[{"when": ["rotated"], "change": {"top_p": 0.5}}]', "rotated and as_said read the answers of a read"),
+    ("--ladder", None, "is no shipped reader and no file"), ("--report", None, "is in no existing folder"),
+    ("--logprobs-mode", "raw_logits", "rows have fields of log probabilities alone"),
+    ("--max-failures", "many", "neither a number of rows"), ("--retry", "all", "retry: "),
+    ("--pdf-passwords", "[]", "pdf_passwords"),
+])
+def test_an_option_that_is_wrong_for_any_model_is_refused_before_a_page_is_opened(
+        option: str, value: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither pages nor a model are opened: there are no rows, and the checkpoint has no weights."""
+    from npu_runner.assets import SHAPES_VL
+
+    model = tmp_path / "model"
+    shutil.copytree(SHAPES_VL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "c.png")
+    given = tmp_path / "no folder" / "given.json"
+    if value is not None and value.startswith("["):
+        given = tmp_path / "given.json"
+        given.write_text(value)
+        value = None
+    status = cli.main(["read", str(tmp_path / "c.png"), "-o", str(tmp_path / "out"), "--prompt", "What is it?",
+                       "--model", str(model), *SMALL, option, value or str(given)])
+    assert (status, said in capsys.readouterr().err) == (2, True)
+    assert not [path for path in (tmp_path / "out").glob("**/*") if path.is_file()]

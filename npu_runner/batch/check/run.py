@@ -42,6 +42,8 @@ class Checked:
     sample: Sample | None
     memory_may_cut: bool
     """The device's memory may leave less than `survey.max_model_len`."""
+    num_equal: int
+    """Rows that equal an earlier one. A job may copy their answers; all else here counts them as served."""
 
 
 def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int = 0, most_model_len: int | None = None,
@@ -52,13 +54,14 @@ def check_input(config: RunnerConfig, options: BatchOptions, *, num_sampled: int
     Raises ConfigError for what a job refuses before it loads a model.
     """
     with InputFile(options.input) as file:
-        scan = file.scan()
+        scan = file.scan(with_equal=True)
         if not scan.num_rows:
             raise ConfigError(f"input {file.name}: it has no row")
         book = RowBook(scan, np.ones(scan.num_rows, dtype=bool), file.source)
         survey, batch, memory_may_cut = _survey(config, options, file, book, most_model_len, seen)
         sample = _answer_sample(config, options, file, scan, survey, num_sampled, batch) if num_sampled else None
-    return Checked(survey=survey, sample=sample, memory_may_cut=memory_may_cut)
+    return Checked(survey=survey, sample=sample, memory_may_cut=memory_may_cut,
+                   num_equal=len(scan.equal_E) - len(np.unique(scan.groups_E)))
 
 
 def _survey(config: RunnerConfig, options: BatchOptions, file: InputFile, book: RowBook, most_model_len: int | None,

@@ -98,6 +98,11 @@ class EqualRows:
         return bool(self._earlier)
 
     @property
+    def is_all(self) -> bool:
+        """Every row that is left waits. Rows that lead others do not wait, so earlier runs have answered these."""
+        return 0 < len(self._followers_F) == self._book.num_rows
+
+    @property
     def has_ready(self) -> bool:
         """Copies can be made now."""
         return bool(self._ready or (self._earlier and self._read))

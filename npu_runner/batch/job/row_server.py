@@ -40,7 +40,7 @@ from npu_runner.request.structured_outputs import JSON_KINDS, StructuredOutputsP
 from npu_runner.serving.endpoint import Endpoint, Prepared
 from npu_runner.serving.options import num_cpus
 from npu_runner.serving.replica import Event, FinishedRow, Opened, ReplicaFacts, RowRun
-from npu_runner.serving.replicas.inline_replica import MOST_WAITING, InlineReplica, few_waiting, max_ready_requests
+from npu_runner.serving.replicas.inline_replica import InlineReplica, RowsAhead, rows_ahead
 from npu_runner.serving.workers.pool import PoolLimits
 
 _IDLE_SECONDS = 0.2
@@ -117,7 +117,7 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
             task_timeout_seconds=options.workers.preprocessing_timeout,
             worker_memory_bytes=options.workers.worker_memory_bytes,
             # Without a setting the platform's default counts, which is none above 256.
-            max_ready=max_ready_requests(config.scheduler.max_num_seqs or 0, are_large=isinstance(source, CarriedRows)),
+            max_ready=_rows_ahead(source, config.scheduler.max_num_seqs or 0).ready,
         ),
         max_row_bytes=options.max_row_bytes,
         answer_defaults=answer_defaults(options),
@@ -125,6 +125,10 @@ def server_plan(config: RunnerConfig, options: BatchOptions, source: RowSource,
         open_model=open_model,
         inherited=(source.descriptor,) if isinstance(source, RowFile) else (),
     )
+
+
+def _rows_ahead(source: RowSource, max_num_seqs: int) -> RowsAhead:
+    return rows_ahead(max_num_seqs, are_large=isinstance(source, CarriedRows))
 
 
 def num_rows_ahead(plan: ServerPlan) -> int:
@@ -229,12 +233,11 @@ class RowServer(InlineReplica):
             self.endpoint.pool.raise_failure()
             weights = None if digests is None else {**fingerprint_model(folder), **digests.lines()}
         max_num_seqs = self._engine.max_num_seqs
-        most_waiting = few_waiting(max_num_seqs) if isinstance(self._plan.source, CarriedRows) else MOST_WAITING
         return ReplicaFacts(
             version=npu_runner.__version__,
             settings={**self._engine.describe(), **self.known_settings()},
             ledger=self._engine.ledger,
-            max_rows=max_num_seqs + most_waiting + self.num_rows_ahead,
+            max_rows=max_num_seqs + _rows_ahead(self._plan.source, max_num_seqs).waiting + self.num_rows_ahead,
             weights=weights,
             start_seconds=self._engine.start_seconds)
 
@@ -263,6 +266,14 @@ def _error(form: AnswerForm | None, result: RequestOutput | RequestError) -> Req
     if isinstance(result, RequestOutput):
         return why_unanswered(result, form)
     return placed(result, form, result.prompt_index)
+
+
+def check_known_settings(plan: ServerPlan, check: Callable[[Mapping[str, Any]], None]) -> None:
+    """Call `check` as `all_refused` does; no row is prepared."""
+    server = RowServer(plan)
+    with server:
+        server.start(lambda: None, lambda event: None)
+        check(server.known_settings())
 
 
 @contextmanager

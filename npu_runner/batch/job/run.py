@@ -28,7 +28,7 @@ from npu_runner.batch.files.joined import Joined, unparsed_keys
 from npu_runner.batch.files.manifest import RULE_OF_JOB, Manifest, start_time
 from npu_runner.batch.files.names import replaced_path
 from npu_runner.batch.files.place import Place, find_places, read_by
-from npu_runner.batch.files.row_book import InputScan, RowBook
+from npu_runner.batch.files.row_book import CarriedRows, InputScan, RowBook
 from npu_runner.batch.files.status_file import Status
 from npu_runner.batch.job import manifest_check
 from npu_runner.batch.job.copies import EqualRows
@@ -38,7 +38,7 @@ from npu_runner.batch.job.live import Live
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.batch.job.progress import Progress
 from npu_runner.batch.job.replica_plan import num_present, planned_replicas
-from npu_runner.batch.job.row_server import CheckpointSide, all_refused, server_plan
+from npu_runner.batch.job.row_server import CheckpointSide, all_refused, check_known_settings, server_plan
 from npu_runner.batch.job.signals import Interrupted, StopSignals
 from npu_runner.batch.rows.counts import Counts
 from npu_runner.batch.rows.flaw import Flaw
@@ -49,6 +49,7 @@ from npu_runner.errors import ConfigError, JobError, NpuRunnerError, OutputLostE
 from npu_runner.processes.patient_streams import PatientStream, patient_stderr
 from npu_runner.prompts.media.pdf_fonts import fonts_of_host
 from npu_runner.serving.options import num_cpus
+from npu_runner.serving.replica import FinishedRow
 from npu_runner.serving.replicas.fleet import Fleet
 from npu_runner.serving.replicas.load_balancer import RowQueue
 
@@ -87,6 +88,11 @@ def job_places(options: BatchOptions, config: RunnerConfig | None = None) -> dic
     if is_stream.get("error_file"):
         raise ConfigError(f"{places['error_file'].title}: is no file; a stream cannot be resumed")
     return places
+
+
+def check_settings(config: RunnerConfig, options: BatchOptions) -> None:
+    """Raises ConfigError for settings that are wrong whatever the rows, the model and the places are."""
+    server_plan(config, options, CarriedRows(options.input))
 
 
 def run_batch(config: RunnerConfig, options: BatchOptions, *,
@@ -133,6 +139,7 @@ class _Job:
     _book: RowBook
     """The rows to be answered."""
     _equal: EqualRows
+    _find_equal: Callable[[], EqualRows]
     _model_folder: Path
     _new: Manifest
     """The state if the output had no earlier runs."""
@@ -167,7 +174,7 @@ class _Job:
                         with self._history.ending(), self._counting_anew():
                             if not self._book.num_rows:
                                 self._finish_without_rows()
-                            elif not self._are_all_refused_again():
+                            elif not self._are_all_copies() and not self._are_all_refused_again():
                                 self._refuse_earlier_failures()
                                 self._serve()
                             if not self.summary.is_cut_short:
@@ -212,7 +219,9 @@ class _Job:
         is_answered_E = output.answered(rows.keys[rows.equal_E])
         if earlier is None or earlier.changes or self._options.accept_changed or self._options.retried:
             is_answered_E[:] = False  # other settings may have made those answers
-        self._equal = EqualRows.from_scan(self._book, rows, is_answered_E, self._options.max_row_bytes)
+        self._find_equal = functools.partial(EqualRows.from_scan, self._book, rows, is_answered_E,
+                                             self._options.max_row_bytes)
+        self._equal = self._find_equal()
         self.summary.num_resumed, self.summary.kept = int(finished.sum()), output.kept_counts()
         self.summary.num_rows = rows.num_rows
 
@@ -228,6 +237,33 @@ class _Job:
             unparsed = unparsed_keys(joined, self._rows, RULE_OF_JOB in output.earlier.settings)
         output.decide(decided, unparsed)
         self._retries_errors = Flaw.ERRORS in decided
+
+    def _are_all_copies(self) -> bool:
+        """Whether all rows that are left equal answered ones: they are written without a model."""
+        def copies(equal: EqualRows) -> Iterator[tuple[int, FinishedRow | None]]:
+            equal.read_earlier(self._output.rows, self._rows.keys, settings,
+                               with_cached_tokens=self._options.cached_tokens)
+            return equal.copies(self._book.num_rows)
+
+        earlier, num_rows = self._output.earlier, self._book.num_rows
+        if earlier is None or not self._equal.is_all or self._options.ray is not None:
+            return False
+        settings = earlier.settings
+        if any(row is None for _, row in copies(self._find_equal())):
+            return False
+        config = manifest_check.config_to_go_on_with(self._config, earlier)
+        check_known_settings(server_plan(config, self._options, self._file.source, self._open_model), self._check)
+        self._say_without_model(f"no model is loaded: {num_rows} rows equal answered ones")
+        delivery = self._start_writing(manifest_check.manifest_without_model(self._output, self._new))
+        self.summary.serve_began = time.monotonic()
+        with delivery:
+            for _, row in copies(self._equal):
+                if self._signals.is_requested:
+                    break
+                assert row is not None, "the answers were read before"
+                delivery.put(row)
+        self.summary.serve_ended = time.monotonic()
+        return True
 
     def _are_all_refused_again(self) -> bool:
         """Whether only failed rows are left, to be tried again, and preprocessing refuses all: their errors are written

@@ -29,7 +29,7 @@ from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.chat_template import Effort, kwargs_with_effort
 from npu_runner.prompts.text.messages import NO_FILE_PARTS
 from npu_runner.prompts.text.tool_parsers import parse_calls
-from npu_runner.request.limits import LIMITS, check_count
+from npu_runner.request.limits import LIMITS, check_count, field_error, shown
 from npu_runner.request.outputs import CompletionOutput
 from npu_runner.request.prompt_inputs import PromptInputs
 from npu_runner.request.sampling_params import SamplingParams
@@ -180,6 +180,8 @@ class ChatBody(ConversationBody, RequestBody):
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
             raise RequestError(message, "invalid_value", "max_completion_tokens")
+        if new is not None and new < 1:
+            raise field_error("max_completion_tokens", f"{shown(new)} is below 1", "invalid_sampling_parameter")
         return old if new is None else new
 
     def num_logprobs(self) -> int | None:

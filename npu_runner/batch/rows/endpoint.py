@@ -393,10 +393,11 @@ class RequestBody(RowBody, AnswerRules):
             own["structured_outputs"] = self.answer_rule()
         own |= {"max_tokens": self.own_max_tokens(), "logprobs": self.num_logprobs(),
                 "prompt_logprobs": self.num_prompt_logprobs()}
-        for name in ("logprobs", "prompt_logprobs"):
-            if own[name] == WHOLE_VOCABULARY:
-                raise field_error(name, f"{WHOLE_VOCABULARY} is outside 0 to {MAX_TOP_LOGPROBS}; LLM alone gives those "
-                                  "of the whole vocabulary", "invalid_sampling_parameter")
+        top = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
+        for name, value in ((top, own["logprobs"]), ("prompt_logprobs", own["prompt_logprobs"])):
+            if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+                raise field_error(name, f"{shown(value)} is outside 0 to {MAX_TOP_LOGPROBS}; LLM alone gives those of "
+                                  f"the whole vocabulary ({WHOLE_VOCABULARY})", "invalid_sampling_parameter")
         own.setdefault("seed", fallback_seed)
         return SamplingParams(**{**defaults, **own}).with_limit(self.default_max_tokens(defaults))
 

@@ -32,11 +32,14 @@ from npu_runner.platforms.attention import AttentionBackend, ends_of_tokens
 from npu_runner.platforms.npu.kernels import CACHE_WRITES, FIRST_CHOICES, VISION_ATTENTIONS
 from npu_runner.platforms.npu.settings import ATTENTION_FACTS
 from npu_runner.platforms.step_inputs import AttentionMetadata
+from npu_runner.platforms.transfers import upload_together
 
 _MASK_SIDE = 2048  # what sparse mode 3 ("right-down causal") asks for, whatever the lengths
 _CAUSAL, _BAND, _FULL = 3, 4, 0
 # A sequence of padding has as many keys as queries: at most one more than the graph's tokens, and three in a trace.
 _MOST_KEYS_BEHIND = 3
+# Copied keys, and copied values, lie beside the caches for a moment: far less than what the memory ledger leaves free.
+_COPIED_BYTES = 32 << 20
 
 
 class HostLengths(NamedTuple):
@@ -143,6 +146,19 @@ class NpuAttention(AttentionBackend):
         if len(slot_mapping_T) > num_slots:
             k_TKH, v_TKH, slot_mapping_T = (x[:num_slots] for x in (k_TKH, v_TKH, slot_mapping_T))
         self._write_cache(k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T)
+
+    def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs_N2: np.ndarray) -> None:
+        # index_copy_ along the second axis would transpose a whole cache, twice. A cache write takes the blocks of all
+        # layers for those of one, keys and values together.
+        num_layers, num_blocks, block_size = k_cache.shape[:3]
+        keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        blocks_N2 = (np.arange(num_layers, dtype=np.int32)[:, None, None] * num_blocks + pairs_N2).reshape(-1, 2)
+        slots_T = (blocks_N2[:, 1:] * block_size + np.arange(block_size, dtype=np.int32)).ravel()
+        sources_N, slots_T = upload_together([blocks_N2[:, 0], slots_T], k_cache.device)
+        num_at_once = max(1, _COPIED_BYTES // keys[0].nbytes)
+        for sources, slots in zip(sources_N.split(num_at_once), slots_T.split(num_at_once * block_size), strict=True):
+            k_TKH, v_TKH = (cache.index_select(0, sources).flatten(0, 1) for cache in (keys, values))
+            self.write_kv(k_TKH, v_TKH, keys, values, slots)
 
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:

@@ -115,8 +115,7 @@ def check_sampling_ids(params: SamplingParams, vocab_size: int | None) -> None:
 
 
 def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:
-    highest = max(ids, default=0)
-    if vocab_size is not None and highest >= vocab_size:
+    if ids and vocab_size is not None and (highest := max(ids)) >= vocab_size:
         name = what.split(":")[0]
         raise RequestError(
             f"{what}: token id {highest} is asked for, the model has 0 to {vocab_size - 1}",

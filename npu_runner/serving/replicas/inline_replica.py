@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_runner.errors import EngineDeadError, NpuRunnerError, ReplicaDeadError, RequestError
 from npu_runner.request.outputs import RequestOutput
@@ -43,14 +43,22 @@ _MOST_READY = 1024
 _REPORT_SECONDS = 0.25
 
 
+class RowsAhead(NamedTuple):
+    """The most rows ahead of a replica's steps: `ready` ones are prepared, `waiting` ones wait in its engine."""
+
+    ready: int
+    waiting: int
+
+
 def few_waiting(max_num_seqs: int) -> int:
     """Sequences that may wait in the engine whatever their lengths."""
     return max(_FEW_WAITING, max_num_seqs // _WAITING_SHARE)
 
 
-def max_ready_requests(max_num_seqs: int, *, are_large: bool = False) -> int:
-    """Most requests that wait, prepared, for the engine. `are_large`: they come with the bytes of their images."""
-    return few_waiting(max_num_seqs) if are_large else max(_MOST_READY, few_waiting(max_num_seqs))
+def rows_ahead(max_num_seqs: int, *, are_large: bool = False) -> RowsAhead:
+    """`are_large`: the rows come with the bytes of their images."""
+    few = few_waiting(max_num_seqs)
+    return RowsAhead(few, few) if are_large else RowsAhead(max(_MOST_READY, few), MOST_WAITING)
 
 
 class _Waiting:
@@ -93,7 +101,6 @@ class InlineReplica(Replica):
         self._in_flight: dict[str, Prepared] = {}
         """The requests of the engine, by name."""
         self._returned: set[str] = set()
-        self._waiting = _Waiting()
         self._wait_seconds = 0.0
         self._events: list[Event] = []
         self._started: list[int] = []

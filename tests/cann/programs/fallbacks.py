@@ -74,6 +74,9 @@ def check_writes_that_rewrite_their_table() -> None:
     """An index_fill_ is another tensor, copied back. A view of a row is zeroed alone, and a scatter writes in place."""
     table, rows, updates = draw(5, 4).npu(), torch.tensor([3, 1]).npu(), draw(2, 4).npu()
     assert counted("rewritten", lambda: table.index_fill_(0, rows, 0.0)) == {"aclnnInplaceIndexFill": 1}
+    assert counted("rewritten", lambda: table.index_copy_(0, rows, updates)) == {}
+    assert counted("rewritten", lambda: table.index_copy_(1, rows, table[:, :2].clone())) == {
+        "aclnnInplaceIndexCopy: not along the first axis": 1}
     assert counted("rewritten", lambda: (table[3].zero_(), table[1].fill_(2.0))) == {}
     assert counted("rewritten", lambda: torch_npu.npu_scatter_nd_update_(table, rows[:, None], updates)) == {}
     gaps = draw(5, 8).npu()[:, :4]

@@ -167,6 +167,13 @@ class TritonAttention(AttentionBackend):
             width, BLOCK=triton.next_power_of_2(width), IS_SCALED=self.kv_scales is not None, num_warps=4,
         )
 
+    def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, pairs_N2: np.ndarray) -> None:
+        num_layers, num_blocks = k_cache.shape[:2]
+        words = [cache.view(num_layers, num_blocks, -1).view(torch.int32) for cache in (k_cache, v_cache)]
+        num_words, size = words[0].shape[2], kernels.COPIED_WORDS
+        kernels.copy_blocks[(len(pairs_N2), num_layers, triton.cdiv(num_words, size))](
+            *words, upload(pairs_N2, k_cache.device), num_blocks, num_words, BLOCK=size, num_warps=4)
+
     def norm_rotary_store(self, ops: Ops, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, norms: HeadNorms | None,
                           cos_TR: Tensor, sin_TR: Tensor, *, k_cache: Tensor, v_cache: Tensor,
                           slot_mapping_T: Tensor) -> Tensor:

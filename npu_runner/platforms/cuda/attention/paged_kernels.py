@@ -25,6 +25,8 @@ from npu_runner.platforms.cuda.dependent_launch import after_earlier_kernels, pr
 
 # These differ between steps: variants for values like 1 and 16 would be compiled while serving.
 _CHANGES = ["stride_table", "num_parts", "table_width", "num_blocks"]
+# Words of 32 bits that a program of `copy_blocks` copies in each cache.
+COPIED_WORDS = 2048
 
 
 @triton.jit
@@ -40,6 +42,20 @@ def write_kv(k, v, k_cache, v_cache, slots, scales, stride_k, stride_v, width, B
     kind: tl.constexpr = k_cache.dtype.element_ty
     tl.store(k_cache + slot * width + columns, to_cache_dtype(keys, kind, scales, IS_SCALED), mask=mask)
     tl.store(v_cache + slot * width + columns, to_cache_dtype(values, kind, scales + 1, IS_SCALED), mask=mask)
+
+
+@triton.jit(do_not_specialize=_CHANGES)
+def copy_blocks(k_cache, v_cache, pairs, num_blocks, num_words, BLOCK: tl.constexpr):
+    """A part of one block of one layer per program, keys and values. `num_words`: words of 32 bits of a block."""
+    pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source = (layer * num_blocks + tl.load(pairs + 2 * pair)) * num_words
+    target = (layer * num_blocks + tl.load(pairs + 2 * pair + 1)) * num_words
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_words
+    keys = tl.load(k_cache + source + columns, mask=mask)
+    values = tl.load(v_cache + source + columns, mask=mask)
+    tl.store(k_cache + target + columns, keys, mask=mask)
+    tl.store(v_cache + target + columns, values, mask=mask)
 
 
 @triton.jit

@@ -107,6 +107,16 @@ void note_write_along_axis(const char* name, const cpu::Tensor& self, int64_t di
 }
 }  // namespace
 
+// Along any other axis than the first, the whole tensor is transposed, written and transposed back (aclnn_index_copy.cpp of ops-nn).
+namespace {
+void note_copy_along_axis(const char* name, const cpu::Tensor& self, int64_t dim) {
+  note_write_along_axis(name, self, dim);
+  if (self.dim() > 0 && opapi::wrap_dim(dim, self.dim()) != 0) {
+    opapi::falls_back("rewritten", std::string(name) + ": not along the first axis");
+  }
+}
+}  // namespace
+
 // ---- writes: `reduction` is 0 store, 1 add, 2 multiply
 namespace {
 cpu::Tensor scattered(const cpu::Tensor& self, int64_t dim, const cpu::Tensor& index, const cpu::Tensor& source, int64_t reduction) {
@@ -171,7 +181,7 @@ ACLNN(IndexAdd, In(self), Int(dim), In(index), In(source), Num(alpha), Out(out))
 }
 ACLNN(IndexCopy, In(self), Int(dim), In(index), In(source), Out(out)) {
   require_index(index);
-  note_write_along_axis("aclnnIndexCopy", self, dim);
+  note_copy_along_axis("aclnnIndexCopy", self, dim);
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     out.write(cpu::op("index_copy", self, dim, index.to(cpu::kLong), source));
@@ -179,7 +189,7 @@ ACLNN(IndexCopy, In(self), Int(dim), In(index), In(source), Out(out)) {
 }
 ACLNN(InplaceIndexCopy, Out(self), Int(dim), In(index), In(source)) {
   require_index(index);
-  note_write_along_axis("aclnnInplaceIndexCopy", self, dim);
+  note_copy_along_axis("aclnnInplaceIndexCopy", self, dim);
   return [=] {
     device_check_index(index, 0, self.size(dim), "index");
     cpu::op("index_copy_", self, dim, index.to(cpu::kLong), source);
