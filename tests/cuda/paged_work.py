@@ -16,6 +16,10 @@ from tests.oracle.attention_reference import attention
 
 # Of the largest value: float32 sums, or one rounding of weights and answer in 16 bits.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FP8 = torch.float8_e4m3fn
+# What the kernels of decode steps for Hopper compute in, over caches of which dtype.
+CACHES = pytest.mark.parametrize(("dtype", "cache_dtype"), [
+    (torch.bfloat16, FP8), (torch.float16, FP8), (torch.bfloat16, None), (torch.float16, None)], ids=str)
 
 
 @dataclass
@@ -97,6 +101,12 @@ class PagedWork:
         if self.kv_scales != (1.0, 1.0):
             backend = backend.with_kv_scales(torch.tensor(self.kv_scales, device=device))
         assert_close(self.run(device, backend, is_prefill=is_prefill), self.expected(), self.dtype)
+
+
+def make_work(context_lens: list[int], **settings: Any) -> PagedWork:
+    """A decode step over contexts of these lengths, as those kernels take it."""
+    return PagedWork([length - 1 for length in context_lens], [1] * len(context_lens),
+                     **{"head_dim": 128, "num_heads": 8, "num_kv_heads": 2, "dtype": torch.bfloat16, **settings})
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

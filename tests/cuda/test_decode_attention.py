@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.cuda.paged_work import PagedWork, assert_close, need_hopper
+from tests.cuda.paged_work import CACHES, FP8, PagedWork, assert_close, make_work, need_hopper
 
-FP8 = torch.float8_e4m3fn
 # (num_heads, num_kv_heads): groups that fill a matmul's 8 columns, groups that leave some, and one head alone.
 GROUPS = [(32, 8), (16, 8), (8, 1), (7, 1), (5, 5), (6, 2)]
-CACHES = pytest.mark.parametrize(("dtype", "cache_dtype"), [
-    (torch.bfloat16, FP8), (torch.float16, FP8), (torch.bfloat16, None), (torch.float16, None)], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +26,6 @@ def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda.attention import hopper_decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 1, False: 1})
-
-
-def make_work(context_lens: list[int], **settings: Any) -> PagedWork:
-    return PagedWork([length - 1 for length in context_lens], [1] * len(context_lens),
-                     **{"head_dim": 128, "num_heads": 8, "num_kv_heads": 2, "dtype": torch.bfloat16, **settings})
 
 
 def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Tensor:

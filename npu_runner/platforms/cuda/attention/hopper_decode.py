@@ -27,18 +27,28 @@ FP8 = torch.float8_e4m3fn
 
 class Shape(NamedTuple):
     """Tiles of 16 context tokens that a warp reads at once: a step. Warps of a program, programs on a multiprocessor,
-    and steps that a warp has at least."""
+    steps that a warp has at least. Of blocks that rows share: steps that a program has in shared memory, and what
+    reading them once saves at least, in per cent of the context tokens and in steps for each range."""
 
     tiles: int
     warps: int
     programs: int
     least_steps: int
+    stages: int
+    saved_percent: int
+    saved_steps: int
+
+    def shared_bytes(self, item: int) -> int:
+        """The bytes of the stages, each with a step's keys and values of one kv head; `item`: bytes of an element."""
+        return self.stages * self.tiles * _TILE * 2 * _DIMS * item
 
 
 # By whether the cache is in e4m3: with 16 bits a thread holds twice the bytes. Measured on an H200, as are the least
 # rows at which the kernel is faster than Triton's, which has more programs for small batches.
-SHAPES = {True: Shape(4, 4, 2, 1), False: Shape(2, 4, 2, 2)}
+SHAPES = {True: Shape(4, 4, 2, 1, 2, 75, 4), False: Shape(2, 4, 2, 2, 3, 40, 4)}
 LEAST_ROWS = {True: 12, False: 32}
+# The most rows of a step whose shared blocks are read once, and the columns of 8 query heads that a warp then has.
+_MOST_GROUPED_ROWS, _PREFIX_COLUMNS = 1024, 2
 
 
 def why_no_decode(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> str | None:
@@ -66,10 +76,11 @@ class DecodeAttention:
         for is_fp8, shape in SHAPES.items():
             constants = {"QUERY_HEADS": group, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size,
                          "IS_FP8": int(is_fp8), "IS_BFLOAT16": int(dtype == torch.bfloat16),
+                         "PREFIX_COLUMNS": _PREFIX_COLUMNS, "MOST_ROWS": _MOST_GROUPED_ROWS,
                          **{name.upper(): value for name, value in shape._asdict().items()}}
             self._kernels[is_fp8] = _DecodeKernel(
-                CompiledSource(_SOURCES, constants), "attend_decode", 0, fallback="attention of decode steps: triton",
-                found="attention of decode steps: hopper_decode.cu")
+                CompiledSource(_SOURCES, constants), "attend_decode", shape.shared_bytes(1 if is_fp8 else 2),
+                fallback="attention of decode steps: triton", found="attention of decode steps: hopper_decode.cu")
 
     def accepts(self, q_BNH: Tensor, k_cache: Tensor) -> bool:
         """Whether the kernel is the fastest for a step. The first call waits until it is compiled."""
@@ -83,7 +94,8 @@ class DecodeAttention:
                scales_2: Tensor | None, window: int | None, num_sms: int) -> Tensor:
         """(B, N, H). Queries: 16-byte addresses and strides, heads one behind the other. `scale` above 0.
 
-        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0.
+        `scales_2` as in `AttentionBackend.with_kv_scales`. A context of no token gives 0. Without a window, blocks that
+        the tables of several rows begin with are read once for them.
         """
         out_BNH = torch.empty(q_BNH.shape, dtype=q_BNH.dtype, device=q_BNH.device)
         if is_ahead():
@@ -99,15 +111,18 @@ class DecodeAttention:
         # All layers of a step with this window share the plan.
         key = "decode_attention", window, num_rows, num_ranges, shape
         if key not in metadata.derived:
-            plan = torch.empty(5 + 36 * num_ranges + num_rows, dtype=torch.int32, device=q_BNH.device)
+            plan = torch.empty(4 + 40 * num_ranges + 14 * num_rows, dtype=torch.int32, device=q_BNH.device)
             kernel.plan.launch(-(-num_ranges // 32), 1024, [lens_B, tables_BW, plan, stride_table, *counts],
                                is_dependent=is_dependent())
             metadata.derived[key] = plan
         # A range may have accumulators of two rows that it shares with others; those of a kv head start at 16 bytes.
-        part = -(-self._group * (_DIMS + 2) // 4) * 4
-        parts = torch.empty((2 * num_ranges, num_heads, part), dtype=torch.float32, device=q_BNH.device)
+        part, num_parts = -(-self._group * (_DIMS + 2) // 4) * 4, 2 * num_ranges
+        if not window and num_rows <= _MOST_GROUPED_ROWS:
+            # A row of a group has two at least, and one more for each range that ends within its blocks.
+            num_parts += 2 * num_rows + num_ranges * (1 + 8 * _PREFIX_COLUMNS // self._group)
+        parts = torch.empty((num_parts, num_heads, part), dtype=torch.float32, device=q_BNH.device)
         kernel.loaded.launch(-(-num_ranges * num_heads // shape.warps), 32 * shape.warps, [
-            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, lens_B, metadata.derived[key],
+            q_BNH, k_cache, v_cache, out_BNH, parts, tables_BW, metadata.derived[key],
             make_counters(q_BNH.device, num_rows * num_heads), ctypes.c_void_p(0) if scales_2 is None else scales_2,
             ctypes.c_float(scale * math.log2(math.e)), ctypes.c_int(q_BNH.stride(0)), stride_table,
             ctypes.c_int(len(k_cache)), *counts], is_dependent=is_dependent())
