@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,22 @@ def write_documents(folder: Path, num_pages: int, kinds: Sequence[str] = KINDS) 
     Helvetica.
     """
     folder.mkdir()
-    rl_config.useA85 = 0  # a scanner writes its image as it is
+    with _plain_streams():
+        _write_documents(folder, num_pages, kinds)
+
+
+@contextlib.contextmanager
+def _plain_streams() -> Iterator[None]:
+    """A scanner writes its image as it is. The setting is reportlab's, for the whole process."""
+    before = rl_config.useA85
+    rl_config.useA85 = 0
+    try:
+        yield
+    finally:
+        rl_config.useA85 = before
+
+
+def _write_documents(folder: Path, num_pages: int, kinds: Sequence[str]) -> None:
     scans = [folder.with_name(f"{folder.name}-{seed}.jpg") for seed in range(_NUM_SCANS)]
     for seed, path in enumerate(scans[:num_pages] if "scans" in kinds else ()):
         image = Image.new("RGB", _PIXELS, (240, 236, 228))

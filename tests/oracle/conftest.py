@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +35,3 @@ def _answers_of_this_run(tmp_path_factory: pytest.TempPathFactory, pytestconfig:
     mine = tmp_path_factory.getbasetemp()
     reference.answers_folder = (mine.parent if hasattr(pytestconfig, "workerinput") else mine) / "answers"
     reference.answers_folder.mkdir(exist_ok=True)
-
-
-@pytest.fixture(scope="module")
-def path(checkpoint: Callable[..., Path]) -> Path:
-    """The checkpoint of tests that need one family only."""
-    return checkpoint("qwen3")

@@ -33,6 +33,11 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def path(checkpoint: Make) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
 def llm(path: Path, platform_name: str) -> Iterator[LLM]:
     """Prompts are cut into chunks of 48 tokens."""
     with LLM(path, platform=platform_name, hidden_state_layers=LAYERS, max_num_batched_tokens=48, **SMALL) as llm:

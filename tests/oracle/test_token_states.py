@@ -33,6 +33,11 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def path(checkpoint: Make) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
 def llm(path: Path, platform_name: str) -> Iterator[LLM]:
     with LLM(path, platform=platform_name, runner="pooling", max_num_batched_tokens=CHUNK, **SMALL) as llm:
         yield llm

@@ -135,7 +135,8 @@ def test_the_first_of_several_ranks_is_heard_while_all_start(monkeypatch: pytest
         """A rank that answers once it has told all of its phases."""
 
         num_answered = 0
-        child = type("Running", (), {"is_running": True, "is_stopped_for": lambda self, seconds: False})()
+        child = type("Running", (), {"is_running": True, "is_ending": False,
+                                     "is_stopped_for": lambda self, seconds: False})()
         wire = type("Wire", (), {"fileno": lambda self: 0, "pop": lambda self: None,
                                  "peek": lambda self: Record(1, 0)})()
         told = ""
