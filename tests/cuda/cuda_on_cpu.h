@@ -135,7 +135,7 @@ static int __syncthreads_or(int is_so) {
 struct Slot {
   u32 number;  // of the collective
   u64 bits;
-  float left[8], right[4];  // operands of an MMA
+  float left[2][4], right[4];  // operands of an MMA: 2 rows and a column, 4 of K each
 };
 static Slot slots[2][MOST_THREADS];
 

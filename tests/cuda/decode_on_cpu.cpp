@@ -48,15 +48,16 @@ static float operand(u32 pair, int half) {
 }
 static void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
   Slot &own = own_slot();
-  for (int i = 0; i < 8; ++i) own.left[i] = operand(left[i / 2], i % 2);
-  for (int i = 0; i < 4; ++i) own.right[i] = operand(i / 2 ? right_1 : right_0, i % 2);
+  for (int k = 0; k < 4; ++k) {
+    for (int row = 0; row < 2; ++row) own.left[row][k] = operand(left[row + k / 2 * 2], k % 2);
+    own.right[k] = operand(k / 2 ? right_1 : right_0, k % 2);
+  }
   const Slot *lanes = exchange();
   const int group = threadIdx.x % LANES / 4, member = threadIdx.x % 4;
   for (int e = 0; e < 4; ++e) {
-    const int column = 2 * member + e % 2;
-    for (int k = 0; k < 16; ++k)
-      acc[e] += lanes[4 * group + k % 8 / 2].left[4 * (k / 8) + 2 * (e / 2) + k % 2] *
-                lanes[4 * column + k % 8 / 2].right[2 * (k / 8) + k % 2];
+    const Slot *row = lanes + 4 * group, *column = lanes + 4 * (2 * member + e % 2);
+    for (int lane = 0; lane < 4; ++lane)
+      for (int k = 0; k < 4; ++k) acc[e] += row[lane].left[e / 2][k] * column[lane].right[k];
   }
 }
 

@@ -6,6 +6,7 @@ runs the same source (decode_on_cpu.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,27 +104,34 @@ def test_groups_of_many_sizes(device: torch.device, num_heads: int, num_kv_heads
 
 
 @ALL_CACHES
-def test_all_rows_are_one_group(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
-    work = make_work([1500 + row for row in range(130)], num_heads=32, num_kv_heads=8, dtype=dtype,
-                     cache_dtype=cache_dtype)
-    share(work, [["system prompt"] * 23] * 130)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_rows", "num_blocks"), [
+    (8, 2, 35, 7), *full_on_cpu("a minute in g++'s kernel", (32, 8, 130, 23))])
+def test_all_rows_are_one_group(device: torch.device, num_heads: int, num_kv_heads: int, num_rows: int,
+                                num_blocks: int, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    """Of several teams."""
+    work = make_work([64 * num_blocks + 28 + row for row in range(num_rows)], num_heads=num_heads,
+                     num_kv_heads=num_kv_heads, dtype=dtype, cache_dtype=cache_dtype)
+    share(work, [["system prompt"] * num_blocks] * num_rows)
     check(work, device)
 
 
 @EACH_CACHE
-def test_shared_ids_beside_equal_contents_under_separate_ids(device: torch.device,
-                                                             cache_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_rows"), [(8, 2, 16), *full_on_cpu(BUILDS, (32, 8, 40))])
+def test_shared_ids_beside_equal_contents_under_separate_ids(device: torch.device, num_heads: int, num_kv_heads: int,
+                                                             num_rows: int, cache_dtype: torch.dtype | None) -> None:
     """Only ids make a group. Both are within each row's bound, and repeat their bits."""
     for ids in (True, False):
-        work = make_work([700 + 3 * row for row in range(40)], num_heads=32, num_kv_heads=8, cache_dtype=cache_dtype)
-        share(work, [[row // 8] * 10 for row in range(40)], ids=ids)
+        work = make_work([700 + 3 * row for row in range(num_rows)], num_heads=num_heads, num_kv_heads=num_kv_heads,
+                         cache_dtype=cache_dtype)
+        share(work, [[row // 8] * 10 for row in range(num_rows)], ids=ids)
         first = check(work, device, is_grouped=ids)
         for _ in range(20 if device.type == "cuda" else 1):
             assert torch.equal(check(work, device, is_grouped=ids), first)
 
 
-@EACH_CACHE
-@pytest.mark.parametrize("seed", [1, 3, *full_on_cpu(BUILDS, 0, 2, *range(4, 12))])
+@pytest.mark.parametrize(("seed", "cache_dtype"), [
+    (1, FP8), (3, None), *full_on_cpu(BUILDS, (1, None), (3, FP8), *itertools.product(
+        (0, 2, *range(4, 12)), (FP8, None)))], ids=str)
 def test_random_steps(device: torch.device, seed: int, cache_dtype: torch.dtype | None) -> None:
     """Prefixes that fork up to four times, rows in any order, drafts (rows of one table, each a token longer), padded
     rows; numbers behind a context are those of real blocks. The step's ranges are few or many."""
