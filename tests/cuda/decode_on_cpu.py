@@ -31,7 +31,7 @@ _MODULES = ("triton", "npu_runner.platforms.cuda")
 # The fewest with which steps of 8 kv heads have ranges enough for groups, and some more: each takes time.
 NUM_SMS = 24
 # Elements behind each output, which no kernel may write.
-_GUARD = 64
+_GUARD = 4096
 
 
 @contextlib.contextmanager
