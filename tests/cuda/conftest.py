@@ -1,15 +1,20 @@
-"""Where the CUDA kernels are tried: on a GPU with --platform cuda, or on the CPU where TRITON_INTERPRET=1 is set."""
+"""Where the CUDA kernels are tried: on a GPU with --platform cuda, or on the CPU where TRITON_INTERPRET=1 is set.
+
+Files of ON_CPU run without both: g++ compiles the kernels that they test (decode_on_cpu.py).
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_CPU = ("test_shared_blocks.py",)
 
 
 class LeftOut(pytest.File):
@@ -25,12 +30,20 @@ class Skipped(pytest.Item):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> LeftOut | None:
-    is_tried = INTERPRETED or parent.config.getoption("--platform") == "cuda"
+    is_tried = INTERPRETED or parent.config.getoption("--platform") == "cuda" or module_path.name in ON_CPU
     return None if is_tried else LeftOut.from_parent(parent, path=module_path)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A GPU runs every case, g++ leaves some to the full set."""
+    for mark in item.iter_markers("full_on_cpu") if item.config.getoption("--platform") != "cuda" else ():
+        item.add_marker(pytest.mark.full(*mark.args))
+
+
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device(pytestconfig: pytest.Config) -> torch.device:
+    if pytestconfig.getoption("--platform") != "cuda" and not INTERPRETED:
+        return torch.device("cpu")
     if INTERPRETED:
         if importlib.util.find_spec("triton") is None:
             pytest.skip("triton is not installed")
@@ -45,3 +58,17 @@ def device() -> torch.device:
         return pick_platform("cuda").devices.set_device(0)
     except ConfigError as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def decode_kernels(device: torch.device) -> Iterator[None]:
+    """Decode attention in CUDA C++, on a GPU or on the CPU."""
+    from tests.cuda.decode_on_cpu import kernels_on_cpu
+    from tests.cuda.paged_work import need_hopper
+
+    if device.type == "cuda":
+        need_hopper(device)
+        yield
+    else:
+        with kernels_on_cpu():
+            yield

@@ -116,6 +116,12 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype], f"error {error:.1e} of the largest value, allowed {TOLERANCE[dtype]:.1e}"
 
 
+def full_on_cpu(reason: str, *cases: Any) -> list[Any]:
+    """Cases of pytest.mark.parametrize, as in `only_full`, that are `full` where no GPU runs them."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full_on_cpu(reason))
+            for case in cases]
+
+
 def need_hopper(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of sm_90")

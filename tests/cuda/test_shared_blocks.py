@@ -1,10 +1,12 @@
 """Decode attention on Hopper that reads blocks once with which several block tables begin, against float64.
 
-Each row is held to its own bound, since a row of a group must not lose precision to the others.
+Each row is held to its own bound, since a row of a group must not lose precision to the others. Without a GPU the CPU
+runs the same source (decode_on_cpu.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +15,17 @@ import torch
 from torch import Tensor
 
 from npu_runner.platforms.step_inputs import AttentionMetadata
-from tests.cuda.paged_work import CACHES, FP8, PagedWork, assert_close, make_work, need_hopper
+from tests.cuda.paged_work import FP8, PagedWork, assert_close, full_on_cpu, make_work, need_hopper
 
+BUILDS = "g++ builds the kernel for each shape of heads, block size and dtype, and one of each kind is in the fast set"
 EACH_CACHE = pytest.mark.parametrize("cache_dtype", [FP8, None], ids=str)
+ALL_CACHES = pytest.mark.parametrize(("dtype", "cache_dtype"), [
+    (torch.bfloat16, FP8),
+    *full_on_cpu(BUILDS, (torch.float16, FP8), (torch.bfloat16, None), (torch.float16, None))], ids=str)
 
 
 @pytest.fixture(autouse=True)
-def _hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_hopper(device)
+def _takes_all(decode_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_runner.platforms.cuda.attention import hopper_decode
 
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", {True: 1, False: 1})
@@ -85,8 +90,9 @@ def check(work: PagedWork, device: torch.device, *, is_grouped: bool | None = Tr
     return out_BNH
 
 
-@CACHES
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (16, 8), (8, 1), (7, 1), (10, 2), (6, 2), (5, 5)])
+@ALL_CACHES
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [
+    (8, 1), *full_on_cpu(BUILDS, (32, 8), (16, 8), (7, 1), (10, 2), (6, 2), (5, 5))])
 def test_groups_of_many_sizes(device: torch.device, num_heads: int, num_kv_heads: int, dtype: torch.dtype,
                               cache_dtype: torch.dtype | None) -> None:
     """Groups of 1, of 2, that fill a team of warps, that end within a warp's columns, that need several teams."""
@@ -97,28 +103,35 @@ def test_groups_of_many_sizes(device: torch.device, num_heads: int, num_kv_heads
     check(work, device)
 
 
-@CACHES
-def test_all_rows_are_one_group(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
-    work = make_work([1500 + row for row in range(130)], num_heads=32, num_kv_heads=8, dtype=dtype,
-                     cache_dtype=cache_dtype)
-    share(work, [["system prompt"] * 23] * 130)
+@ALL_CACHES
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_rows", "num_blocks"), [
+    (8, 2, 35, 7), *full_on_cpu("a minute in g++'s kernel", (32, 8, 130, 23))])
+def test_all_rows_are_one_group(device: torch.device, num_heads: int, num_kv_heads: int, num_rows: int,
+                                num_blocks: int, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    """Of several teams."""
+    work = make_work([64 * num_blocks + 28 + row for row in range(num_rows)], num_heads=num_heads,
+                     num_kv_heads=num_kv_heads, dtype=dtype, cache_dtype=cache_dtype)
+    share(work, [["system prompt"] * num_blocks] * num_rows)
     check(work, device)
 
 
 @EACH_CACHE
-def test_shared_ids_beside_equal_contents_under_separate_ids(device: torch.device,
-                                                             cache_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_rows"), [(8, 2, 16), *full_on_cpu(BUILDS, (32, 8, 40))])
+def test_shared_ids_beside_equal_contents_under_separate_ids(device: torch.device, num_heads: int, num_kv_heads: int,
+                                                             num_rows: int, cache_dtype: torch.dtype | None) -> None:
     """Only ids make a group. Both are within each row's bound, and repeat their bits."""
     for ids in (True, False):
-        work = make_work([700 + 3 * row for row in range(40)], num_heads=32, num_kv_heads=8, cache_dtype=cache_dtype)
-        share(work, [[row // 8] * 10 for row in range(40)], ids=ids)
+        work = make_work([700 + 3 * row for row in range(num_rows)], num_heads=num_heads, num_kv_heads=num_kv_heads,
+                         cache_dtype=cache_dtype)
+        share(work, [[row // 8] * 10 for row in range(num_rows)], ids=ids)
         first = check(work, device, is_grouped=ids)
-        for _ in range(20):
+        for _ in range(20 if device.type == "cuda" else 1):
             assert torch.equal(check(work, device, is_grouped=ids), first)
 
 
-@EACH_CACHE
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "cache_dtype"), [
+    (1, FP8), (3, None), *full_on_cpu(BUILDS, (1, None), (3, FP8), *itertools.product(
+        (0, 2, *range(4, 12)), (FP8, None)))], ids=str)
 def test_random_steps(device: torch.device, seed: int, cache_dtype: torch.dtype | None) -> None:
     """Prefixes that fork up to four times, rows in any order, drafts (rows of one table, each a token longer), padded
     rows; numbers behind a context are those of real blocks. The step's ranges are few or many."""
@@ -196,6 +209,7 @@ def test_an_empty_row_and_nan_beside_a_group(device: torch.device, cache_dtype: 
 @EACH_CACHE
 def test_a_graph_follows_groups_that_split_and_join(device: torch.device, cache_dtype: torch.dtype | None) -> None:
     """Captured over padded rows, replayed over groups, over none, over others; each replay repeats its bits."""
+    need_hopper(device)
     works = [make_work([500 + 9 * row for row in range(64)], cache_dtype=cache_dtype) for _ in range(4)]
     names = [[[row // 8] * 7 for row in range(64)], [[row] for row in range(64)],
              [["all"] * 2 + [row % 5] * 4 for row in range(64)], [["all"] * 7] * 64]

@@ -13,6 +13,7 @@
 // Constants of the host, beside those of hopper_decode_plan.cu: IS_BFLOAT16 (queries and results), PROGRAMS on a
 // multiprocessor, STAGES.
 
+#ifndef ON_HOST  // tests run the rest on the CPU (tests/cuda/decode_on_cpu.cpp)
 __device__ __forceinline__ uint4 read(const u8 *from) {
   uint4 piece;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -34,18 +35,11 @@ __device__ __forceinline__ u32 half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Two numbers in the MMA's type.
-__device__ __forceinline__ u32 as_operand(float low, float high) {
-  return IS_FP8 ? half_pair(low, high) : pack(low, high);
-}
 __device__ __forceinline__ float low_of(u32 pair) {
   float x;
   if (IS_BFLOAT16) return __uint_as_float(pair << 16);
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
   return x;
-}
-__device__ __forceinline__ float high_of(u32 pair) {
-  return IS_BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000) : low_of(pair >> 16);
 }
 __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&left)[4], u32 right_0, u32 right_1) {
   if (IS_BFLOAT16 && !IS_FP8) MMA(asm volatile, "bf16"); else MMA(asm volatile, "f16");
@@ -55,15 +49,6 @@ __device__ __forceinline__ u32 count_up(u32 *counter) {
   u32 count;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");
   return count;
-}
-// Reduces over the 8 threads that have the same columns of heads.
-__device__ __forceinline__ float max_of_rows(float x) {
-  for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
-  return x;
-}
-__device__ __forceinline__ float sum_of_rows(float x) {
-  for (int apart = 4; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
-  return x;
 }
 __device__ __forceinline__ u32 shared_memory() {
   extern __shared__ unsigned char memory[];
@@ -78,6 +63,24 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 // Waits for this thread's copies, but for its MOST newest groups.
 template <int MOST> __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
+}
+#endif
+
+// Two numbers in the MMA's type.
+__device__ __forceinline__ u32 as_operand(float low, float high) {
+  return IS_FP8 ? half_pair(low, high) : pack(low, high);
+}
+__device__ __forceinline__ float high_of(u32 pair) {
+  return IS_BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000) : low_of(pair >> 16);
+}
+// Reduces over the 8 threads that have the same columns of heads.
+__device__ __forceinline__ float max_of_rows(float x) {
+  for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
+  return x;
+}
+__device__ __forceinline__ float sum_of_rows(float x) {
+  for (int apart = 4; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
 }
 
 // A stage of shared memory: the keys of a step, then its values, a row for each token. Its pieces of 16 bytes are
@@ -523,13 +526,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
 attend_decode(const u16 *q, const u8 *k_cache, const u8 *v_cache, u16 *out, float *partials, const int *tables,
               int *plan, u32 *counters, const float *scales, float factor, int stride_q, int stride_table,
               int num_blocks, int num_rows, int num_ranges, int window) {
-  asm volatile("griddepcontrol.launch_dependents;");
+  let_next_kernel_start();
   const Params params{q, k_cache, v_cache, out, partials, tables, plan, counters, scales, factor, stride_q,
                   stride_table, num_rows, num_ranges, window};
   const int warp = blockIdx.x * WARPS + threadIdx.x / 32, range = warp / KV_HEADS;
   if (range >= num_ranges) return;
   prefetch(params, Range(params, range), warp, num_blocks);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_earlier_kernels();
   const Range mine(params, range);
   const int first_suffix = WARPS * mine.header.num_prefixes;
   if (range >= mine.header.end) return;

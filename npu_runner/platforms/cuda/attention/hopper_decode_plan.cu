@@ -74,6 +74,12 @@ struct Plan {
   }
 };
 
+#ifndef ON_HOST  // tests run the rest on the CPU (tests/cuda/decode_on_cpu.cpp)
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void prefetch_line(const u8 *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+#endif
+
 __device__ __forceinline__ int divide_up(int x, int by) { return (x + by - 1) / by; }
 // The first context token that a row reads, and its steps of STEP tokens from a multiple of STEP on; at least one.
 __device__ __forceinline__ int first_token(int len, int window) { return window > 0 ? max(len - window, 0) : 0; }
@@ -200,8 +206,8 @@ __device__ __forceinline__ Group find_group(const int *lens, const int *tables, 
 extern "C" __global__ void __launch_bounds__(1024, 1)
 plan_decode(const int *lens, const int *tables, int *memory, int stride_table, int num_rows, int num_ranges,
             int window) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   __shared__ int bases[MOST_ROWS], num_of_prefix[MOST_ROWS];
   const Plan plan(memory, num_ranges, num_rows);
   Group group{(int)threadIdx.x, 0, 1, 0};
@@ -326,7 +332,7 @@ __device__ __forceinline__ void prefetch(const Params &params, const Range &rang
     const u8 *cache = i % 2 ? params.v_cache : params.k_cache;
     const u32 token = min(first + i / (2 * LINES), (u32)BLOCK_SIZE - 1);
     const u8 *at = cache + ((i64)block * BLOCK_SIZE + token) * ROW_BYTES + head * HEAD_BYTES + i / 2 % LINES * 128;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    prefetch_line(at);
   }
 }
 
