@@ -73,18 +73,8 @@ def prefix_ranges(metadata: AttentionMetadata) -> int:
 def check(work: PagedWork, device: torch.device, *, is_grouped: bool | None = True,
           num_sms: int | None = None) -> Tensor:
     """The kernel's result, (B, N, H), each of whose rows is right. `is_grouped`: None if either is right."""
-    from npu_runner.platforms.cuda.split_k import make_counters
-
-    backend = work.backend()
-    if num_sms:
-        backend.gpu = backend.gpu._replace(num_sms=num_sms)
-    if work.kv_scales != (1.0, 1.0):
-        backend = backend.with_kv_scales(torch.tensor(work.kv_scales, device=device))
-    seen, attend = [], backend.decodes.attend
-    backend.decodes.attend = lambda *arguments, **settings: seen.append(arguments[3]) or attend(*arguments, **settings)
-    out_BNH = work.run(device, backend, is_prefill=False)
-    assert is_grouped is None or (prefix_ranges(seen[0]) > 0) == is_grouped
-    assert not make_counters(device, 1).any(), "the next launch begins with counters of 0"
+    out_BNH, metadata = work.run_decode_kernel(device, num_sms)
+    assert is_grouped is None or (prefix_ranges(metadata) > 0) == is_grouped
     for out_NH, expected_NH in zip(out_BNH, work.expected(), strict=True):
         assert_close(out_NH, expected_NH, work.dtype)
     return out_BNH
