@@ -65,10 +65,10 @@ class PagedWork:
 
     def _fill(self, row: int) -> None:
         first_seen = max(0, self.cached_lens[row] + 1 - self.window) if self.window else 0
-        for place in range(first_seen, self.context_lens[row]):
-            block = int(self.block_tables_BW[row, place // self.block_size])
-            self.k_cache[block, place % self.block_size] = self.keys[row][place]
-            self.v_cache[block, place % self.block_size] = self.values[row][place]
+        places = torch.arange(first_seen, self.context_lens[row])
+        where = self.block_tables_BW[row, places // self.block_size].long(), places % self.block_size
+        for cache, each in ((self.k_cache, self.keys), (self.v_cache, self.values)):
+            cache[where] = each[row][first_seen:].to(cache.dtype)
 
     def backend(self) -> Any:
         from npu_runner.platforms.cuda.attention.backend import TritonAttention
