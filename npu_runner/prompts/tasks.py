@@ -119,7 +119,7 @@ class TextTask(PromptTask):
 
     prompt: Any
     seen: Sequence[tuple[Any, str]] = ()
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
     @property
     def images(self) -> Sequence[tuple[Any, str]]:
