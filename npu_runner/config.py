@@ -256,7 +256,7 @@ class RunnerConfig:
     """
 
     model: str = dataclasses.field(metadata={"file": READ})
-    """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl or shapes-hybrid)."""
+    """Folder of a checkpoint, a hub id, or the name of an embedded model (shapes-vl, shapes-hybrid, shapes-reader)."""
     revision: str | None = None
     """Branch, tag or commit where the model is a hub id."""
     runner: str = one_of("auto", "generate", "pooling")

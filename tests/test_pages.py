@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from npu_runner.readers.reader import read_reader
+from npu_runner.readers.reader import find_reader, read_reader
 from scripts.shapes import pages, train_pages
 from scripts.shapes.evaluate_pages import manual_pages
 from scripts.shapes.page_reader import IDS, PageForward, page_config, save_page_reader
@@ -95,7 +95,8 @@ def test_its_forward_is_transformers_own_on_its_own_processor(tmp_path: Path) ->
     assert sum(each.numel() for each in Qwen3VLForConditionalGeneration(page_config()).parameters()) * 2 < 9_000_000
     model = Qwen3VLForConditionalGeneration(small_config()).eval()
     save_page_reader(model, tmp_path)
-    assert read_reader(str(tmp_path / "reader.json")).page.size == (384, 512)
+    assert find_reader(tmp_path) == read_reader("shapes-reader")
+    assert find_reader(tmp_path).page.size == (384, 512)
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
     theirs = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
     forward = PageForward(loaded, "cpu")
@@ -128,4 +129,4 @@ def test_training_goes_on_from_its_state(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.glob("state.*"))) > 1
     assert second["loss"] < first["loss"] < 5.6
     assert len((tmp_path / "training_log.jsonl").read_text().splitlines()) == 2
-    assert json.loads((tmp_path / "pages-vl" / "config.json").read_text())["model_type"] == "qwen3_vl"
+    assert json.loads((tmp_path / "shapes-reader" / "config.json").read_text())["model_type"] == "qwen3_vl"

@@ -49,7 +49,7 @@ from npu_runner.strategies import OpenedCheckpoint
 # Where nothing runs a rule that is being built is waited for so long at a time: an interrupt comes through, and rows
 # whose rules are built together begin together.
 _PATIENCE_SECONDS = 0.05
-_OF_POOLED = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+_POOLED_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
 class LLMEngine:
@@ -159,7 +159,7 @@ class LLMEngine:
             for label in labels or ((),):
                 sequence = Sequence(
                     seq_id=self._next_seq_id, arrival=self._next_seq_id, request_id=request_id, index=index,
-                    prompt=prompt, params=_OF_POOLED, seed=0, pooling=None if labels else params,
+                    prompt=prompt, params=_POOLED_PARAMS, seed=0, pooling=None if labels else params,
                     output_token_ids=list(label), scored_ends=self._eos_token_ids if labels else (),
                     max_num_tokens=len(prompt.token_ids) + len(label) + 1)
                 self._queue(request, self._generation(sequence, frozenset()))

@@ -32,8 +32,8 @@ class RMSNorm(nn.Module):
         self.weight = context.parameter(size, dtype=self.weight_dtype)
         self.shift, self._context = None, context
         self._rounding: str | NormRounding | None = None
-        self.sums_ranks = False
-        """`add_forward` gets this rank's summand of x, and sums over the ranks."""
+        self.all_reduces_input = False
+        """`add_forward` gets this rank's partial sum of x, and all-reduces it."""
 
     def add_shift(self) -> None:
         """Allocate `shift`, which the loader then fills."""
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """(norm(x + residual), x + residual); the first as its reader takes it."""
         assert x.shape == residual.shape, f"{tuple(x.shape)} and {tuple(residual.shape)}: kernels see no broadcast"
-        if self.sums_ranks:
+        if self.all_reduces_input:
             is_plain = self._rounding is None and self.shift is None
             found = self._context.tp.add_rms_norm(x, residual, self.weight, self.eps) if is_plain else None
             if found is not None:

@@ -393,12 +393,12 @@ class LLM:
         total = len(items) if isinstance(items, Sized) else None
         limit = UnsaidLimit(self.generation_defaults, max_tokens)
         params = params_of(sampling_params, SamplingParams(**self.generation_defaults), total)
+        tasks = partial(tasks_of, items, params, parse, limit, self.processor)
         if isinstance(items, Sequence) and not return_errors:
             self.processor.check_rules(params if isinstance(params, Sequence) else ())
-            for index, task in enumerate(tasks_of(items, params, parse, limit, self.processor)):
+            for index, task in enumerate(tasks()):
                 if isinstance(task, MadeTask) and isinstance(task.made, RequestError):
                     raise with_index(index, task.made)
-        tasks = tasks_of(items, params, parse, limit, self.processor)
         read_seconds = inf if isinstance(items, Sequence) else _READ_SECONDS
         call = Call(is_open=stream_results or not isinstance(items, Sequence))
         if use_tqdm is None:
@@ -413,8 +413,9 @@ class LLM:
             results.close()
         return [finished[index] for index in range(len(finished))]
 
-    def _results(self, call: Call, tasks: Iterator[PromptTask], read_seconds: float, total: int | None, use_tqdm: Bar,
-                 return_errors: bool, limit: UnsaidLimit, wrap: Callable[..., Any]) -> Generator[tuple[int, Any]]:
+    def _results(self, call: Call, tasks: Callable[[int], Iterator[PromptTask]], read_seconds: float,
+                 total: int | None, use_tqdm: Bar, return_errors: bool, limit: UnsaidLimit,
+                 wrap: Callable[..., Any]) -> Generator[tuple[int, Any]]:
         self._turns.start(call)
         if self._is_torn:
             self._reset()  # again, if an interrupt came before it was done the first time
@@ -423,7 +424,7 @@ class LLM:
             first, wanted = self.num_requests, dict[int, dict[str, Any]]()
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=total, disable=not use_tqdm, unit="request") as bar:
-                for index, answer in self._service.answers(_record_wanted(tasks, wanted), read_seconds):
+                for index, answer in self._service.answers(_record_wanted(tasks(first), wanted), read_seconds):
                     if isinstance(answer, RequestError) and not return_errors:
                         raise with_index(index, answer)
                     bar.update()

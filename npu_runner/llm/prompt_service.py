@@ -66,8 +66,8 @@ class PromptService(Owner):
         self._failure: BaseException | None = None
 
     def answers(self, tasks: Iterator[PromptTask], read_seconds: float) -> Iterator[tuple[int, Answer]]:
-        """(index in `tasks`, answer) of each, as they finish. `tasks` is read in the caller's thread, as far
-        ahead as there is room; `read_seconds`: the longest time of reading before answers are fetched.
+        """(index in `tasks`, answer) of each, as they finish. `tasks`, numbered from `num_requests` on, are read here
+        as far ahead as there is room; `read_seconds`: the longest time of reading before answers are fetched.
 
         Raises the errors of reading, and the error that ended all replicas.
         """
@@ -80,9 +80,9 @@ class PromptService(Owner):
                 if task is None:
                     is_read = True
                     break
-                task.number = number = self.num_requests
-                unanswered[number] = self._submit(task)
-                num_bytes += unanswered[number]
+                assert task.number == self.num_requests, "tasks are numbered from `num_requests` on"
+                unanswered[task.number] = self._submit(task)
+                num_bytes += unanswered[task.number]
             must_wait = bool(unanswered) and (is_read or not self._has_room(len(unanswered), num_bytes))
             for number, answer in self._fetch(_IDLE_SECONDS if must_wait else 0.0):
                 if (size := unanswered.pop(number, None)) is not None:

@@ -101,8 +101,8 @@ def with_index(index: int, error: RequestError) -> RequestError:
 # -- options of a call, and how its items become prompts ---------------------------------------------------------------
 
 
-Parse = Callable[[Any], PromptTask]
-"""Raises RequestError for an item that is no prompt."""
+Parse = Callable[..., PromptTask]
+"""Called with an item, and `number` and `params` of its task. Raises RequestError for an item that is no prompt."""
 _UNSERVED: dict[str, tuple[Any, str]] = {
     "lora_request": (None, "LLM(lora=PATH) merges one adapter for all requests"),
     "priority": (None, "requests are served in their order"),
@@ -168,7 +168,7 @@ def pair_parser(processor: ChatProcessor, rules: MediaRules, *, instruction: str
     """Parses a query and a document. Raises RequestError for invalid options."""
     options = {"instruction": instruction, "mm_processor_kwargs": mm_processor_kwargs,
                "chat_template_kwargs": plain_template_kwargs(dict(chat_template_kwargs or {}))}
-    return lambda pair: pair_task(processor, pair, rules, options)
+    return lambda pair, **task_fields: pair_task(processor, pair, rules, options=options, **task_fields)
 
 
 def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -184,7 +184,7 @@ def chat_parser(processor: ChatProcessor, rules: MediaRules, *, mm_processor_kwa
         "tools": None if tools is None else parse_tools(tools), "add_generation_prompt": add_generation_prompt,
         "chat_template": template, "continue_final_message": continue_final_message,
         "mm_processor_kwargs": mm_processor_kwargs}
-    return lambda messages: chat_task(processor, messages, rules, **options)
+    return lambda messages, **task_fields: chat_task(processor, messages, rules, options, **task_fields)
 
 
 def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: Mapping[str, Any], *,
@@ -193,19 +193,19 @@ def prompt_or_chat_parser(processor: ChatProcessor, rules: MediaRules, options: 
     of a conversation ends behind its last message, as in vLLM; with None as in `chat`."""
     chat = chat_parser(processor, rules, **{"add_generation_prompt": add_generation_prompt, **options})
 
-    def parse(item: Any) -> PromptTask:
+    def parse(item: Any, **task_fields: Any) -> PromptTask:
         if is_conversation(item):
-            return chat(item)
+            return chat(item, **task_fields)
         for name in options:
             raise field_error(name, "belongs to messages; a raw prompt is used as it is")
-        return parse_prompt(item)
+        return parse_prompt(item, **task_fields)
 
     return parse
 
 
-def parse_prompt(item: Any) -> PromptTask:
+def parse_prompt(item: Any, **task_fields: Any) -> PromptTask:
     """Parses a raw prompt."""
-    return MadeTask(made=item) if isinstance(item, PromptInputs) else text_task(item)
+    return MadeTask(made=item, **task_fields) if isinstance(item, PromptInputs) else text_task(item, **task_fields)
 
 
 def is_conversation(item: Any) -> bool:
@@ -247,9 +247,9 @@ class UnsaidLimit:
 
 
 def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: UnsaidLimit,
-             processor: ChatProcessor) -> Iterator[PromptTask]:
-    """The task of each item, with its params; an invalid item becomes a task with its error. Raises RequestError if
-    there are fewer params."""
+             processor: ChatProcessor, first_number: int = 0) -> Iterator[PromptTask]:
+    """The task of each item, numbered in their order; an invalid item becomes a task with its error. Raises
+    RequestError if there are fewer params than items."""
     wanted = repeat(params) if isinstance(params, (SamplingParams, PoolingParams)) else iter(params)
     last = resolved = None
     for index, item in enumerate(items):
@@ -262,8 +262,6 @@ def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Unsai
             if one is not last or resolved is None:
                 processor.most_prompt_tokens(new := processor.resolve_params(limit.bounded(one)))  # raises for too many
                 last, resolved = one, new
-            task = parse(item)
-            task.params = resolved
-            yield task
+            yield parse(item, number=first_number + index, params=resolved)
         except RequestError as error:
-            yield MadeTask(made=error, params=resolved or SamplingParams())
+            yield MadeTask(made=error, number=first_number + index, params=resolved or SamplingParams())

@@ -52,8 +52,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, channel: nn.Module, context: LayerContext):
         super().__init__()
-        self.leaves_sums = False
-        """The norms behind both mixers sum over the ranks."""
+        self.defers_all_reduce = False
+        """The norms behind both mixers all-reduce the outputs of these."""
         is_delta = isinstance(mixer, GatedDeltaNet)
         self.self_attn = None if is_delta else mixer
         self.linear_attn = mixer if is_delta else None
@@ -84,9 +84,9 @@ class DecoderLayer(nn.Module):
         """The same of the channel mixer."""
         return x_TD
 
-    def leave_sums(self, behind: RMSNorm) -> None:
-        """Leave the sums over the ranks to the norms behind the mixers; `behind` is that of the next layer."""
-        self.leaves_sums = self.post_attention_layernorm.sums_ranks = behind.sums_ranks = True
+    def defer_all_reduce(self, next_norm: RMSNorm) -> None:
+        """Let the norms behind the mixers do their all-reduce; `next_norm` is that of the next layer."""
+        self.defers_all_reduce = self.post_attention_layernorm.all_reduces_input = next_norm.all_reduces_input = True
         for module in (self.self_attn, self.linear_attn, self.mlp):
             for each in module.modules() if module is not None else ():
                 if isinstance(each, (RowParallelLinear, SparseMoE)):
@@ -141,8 +141,8 @@ class Decoder(nn.Module):
         # A custom all-reduce does not only sum. States of layers are sums that are read here.
         is_plain = all(type(layer) is DecoderLayer for layer in layers) and not config.hidden_state_layers
         if context.tp.custom_all_reduce is not None and is_plain:
-            for layer, behind in zip(layers, [*(each.input_layernorm for each in layers[1:]), self.norm], strict=True):
-                layer.leave_sums(behind)
+            for layer, norm in zip(layers, [*(each.input_layernorm for each in layers[1:]), self.norm], strict=True):
+                layer.defer_all_reduce(norm)
 
     def forward(self, x_TD: Tensor, positions: Tensor, metadata: AttentionMetadata,
                 deepstack: tuple[Tensor, list[Tensor]] | None = None) -> Tensor:
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
             if index < len(levels) and rows_T is not None:
                 # Gathered and added to all rows: scattering adds sorts its indices on some devices.
                 level_TD = F.embedding(of_layer.of_ends(rows_T), levels[index])
-                if layer.leaves_sums:
+                if layer.defers_all_reduce:
                     residual_TD = residual_TD + level_TD
                 else:
                     x_TD = x_TD + level_TD

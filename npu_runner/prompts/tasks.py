@@ -36,9 +36,9 @@ _PARAMS = SamplingParams()  # made once: it is checked field by field
 _FIELDS = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data", "mm_processor_kwargs")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptTask(ABC):
-    """A prompt to be prepared. Who has it parsed sets `params` and `number`; nothing changes it from then on."""
+    """A prompt to be prepared."""
 
     number: int = 0
     """Its index among the requests of a service."""
@@ -81,7 +81,7 @@ class PromptTask(ABC):
         """The prompt as the engine takes it. Raises RequestError where it cannot be served."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MadeTask(PromptTask):
     """A prompt that is prepared already, or the error that it caused."""
 
@@ -93,7 +93,7 @@ class MadeTask(PromptTask):
         return self.made
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatTask(PromptTask):
     """A parsed conversation. `options`: ChatProcessor's, without None."""
 
@@ -112,7 +112,7 @@ class ChatTask(PromptTask):
         return processor(self.conversation, truncate_prompt_tokens=most, **self.options)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TextTask(PromptTask):
     """A raw prompt: text or token ids. `seen`: its images, and behind them its videos, wherever their placeholders
     are."""
@@ -140,7 +140,7 @@ class TextTask(PromptTask):
                                    truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PairTask(PromptTask):
     """A parsed query and document. `options`: PairPrompts' own."""
 
@@ -163,44 +163,44 @@ class PairTask(PromptTask):
         return processor.pairs(self.query, self.document, truncate_prompt_tokens=most, **self.options)
 
 
-def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules,
-              options: Mapping[str, Any]) -> PairTask:
+def pair_task(processor: ChatProcessor, pair: tuple[Any, Any], media: MediaRules, **task_fields: Any) -> PairTask:
     """Raises RequestError for faults that show without reading an address or decoding an image."""
     addresses = Addresses(media)
     query, document = (parse_side(side, name, processor.media_limits, addresses)
                        for side, name in zip(pair, ("data_1", "data_2"), strict=True))
     addresses.check_sizes("data_2")
     texts = Conversation([{"role": "user", "content": side.content} for side in (query, document)]).texts()
-    return PairTask(query=query, document=document, num_chars=sum(len(text) for _, text in texts), options=options)
+    return PairTask(query=query, document=document, num_chars=sum(len(text) for _, text in texts), **task_fields)
 
 
-def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, **options: Any) -> ChatTask:
-    """`options`: ChatProcessor's, or None. Raises RequestError for faults that show without reading an address or
-    decoding an image."""
+def chat_task(processor: ChatProcessor, messages: Any, media: MediaRules, options: Mapping[str, Any] | None = None,
+              **task_fields: Any) -> ChatTask:
+    """`options`: ChatProcessor's; None among them counts as left out. Raises RequestError for faults that show without
+    reading an address or decoding an image."""
+    options = options or {}
     conversation = parse_messages(messages, processor.media_limits, media)
     check_ending(conversation, options.get("add_generation_prompt"), options.get("continue_final_message", False))
     # A string of a class of its own may be one that no worker knows.
     conversation.messages = conversation.map_text(lambda role, text, is_part: str.__str__(text))
     return ChatTask(conversation=conversation, num_chars=sum(len(text) for _, text in conversation.texts()),
-                    options={name: value for name, value in options.items() if value is not None})
+                    options={name: value for name, value in options.items() if value is not None}, **task_fields)
 
 
 # -- raw prompts, in our shapes and vLLM's -----------------------------------------------------------------------------
 
 
-def text_task(item: Any) -> TextTask:
+def text_task(item: Any, **task_fields: Any) -> TextTask:
     """The task of text, of token ids, or of {"prompt" or "prompt_token_ids", "images" and "videos", or
     "multi_modal_data": {"image": one or several, "video": one or several}, "mm_processor_kwargs"}.
 
     Raises RequestError naming the field. A prompt that is neither text nor token ids is refused when it is prepared.
     """
     if isinstance(item, str) or not isinstance(item, Mapping):
-        return _text_task(plain_ids(item))
+        return _text_task(plain_ids(item), **task_fields)
     given = {name: value for name, value in item.items() if value is not None}
     for name in given:
         if name not in _FIELDS:
-            shown = str(name)[:60]
-            raise field_error(shown, f"not supported; a prompt has {', '.join(_FIELDS)}", "unsupported_field")
+            raise field_error(str(name)[:60], f"not supported; a prompt has {', '.join(_FIELDS)}", "unsupported_field")
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
     prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
     images, where_images, videos, where_videos = _media(given)
@@ -209,14 +209,14 @@ def text_task(item: Any) -> TextTask:
         for number, video in enumerate(_several(videos, where_videos, "the encoded bytes of videos"))]
     seen = [(as_image(image, where_images), f"images[{number}]") for number, image in enumerate(
         _several(images, where_images, "PIL images, arrays or encoded bytes"))] + seen
-    return _text_task(prompt, seen=seen, mm_processor_kwargs=kwargs)
+    return _text_task(prompt, seen=seen, mm_processor_kwargs=kwargs, **task_fields)
 
 
-def _text_task(prompt: Any, **shown: Any) -> TextTask:
+def _text_task(prompt: Any, **others: Any) -> TextTask:
     if isinstance(prompt, str):
-        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **shown)
+        return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **others)
     is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **shown)
+    return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **others)
 
 
 def _one_of(given: Mapping[str, Any], first: str, second: str) -> Any:

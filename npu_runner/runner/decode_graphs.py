@@ -59,6 +59,8 @@ class DecodeParts:
     max_model_len: int
     graph_batch_sizes: tuple[int, ...] | None
     """The user's setting."""
+    bytes_a_token: float
+    """A long prefill needs at least as many; 0 where nothing was measured."""
     step_timeout_seconds: float
     """After which a rank that does not vote is given up."""
     compares_new: bool
@@ -175,7 +177,7 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
                                                 of_rows=steps.of_rows)
     order = sorted((*parts.settings.prefill_sizes, *parts.settings.long_prefill_sizes), reverse=True)
     memory.empty_cache()
-    before, begun = memory.info(), time.perf_counter()
+    before, begun, free_bytes = memory.info(), time.perf_counter(), None
     for number, size in enumerate(order, start=1):
         what = f"the graph of prefills of {size} tokens"
         progress("recording", f"prefills of {size} tokens (graph {number} of {len(order)})")
@@ -185,9 +187,12 @@ def _record_prefills(parts: DecodeParts, recorder: Recorder, votes: Votes, progr
             if parts.compares_new:
                 _compare_prefill(parts, forward, size)
 
-        refusal = votes.refusal(what, _why_no_graph(parts, record))
+        cannot_fit = free_bytes is not None and size > SHORT_TOKENS and size * parts.bytes_a_token > free_bytes
+        refusal = votes.refusal(what, "less than it needs is free" if cannot_fit else _why_no_graph(parts, record))
         if refusal:
             prefills.drop(size)
+            memory.empty_cache()
+            free_bytes = memory.free_bytes() if steps.tp.size == 1 else None  # several ranks would have to agree
             instead = f"are padded to {prefills.sizes[0]} tokens" if prefills.sizes else "run eagerly"
             logger.warning("without %s (%s): such prefills %s", what, refusal, instead)
         if size > SHORT_TOKENS:

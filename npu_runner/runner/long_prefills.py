@@ -35,6 +35,8 @@ class LongPrefills:
     sizes: Sequence[int]
     num_bytes: int
     reason: str
+    bytes_a_token: float = 0.0
+    """Bytes that the last prefill measured held at once, per token. A smaller one holds at least as many."""
     seconds: float = 0.0
     """Seconds that choosing took."""
 
@@ -55,6 +57,7 @@ def choose_long_prefills(steps: StepRunner, sizes: Sequence[int], meter: MemoryM
     def judge(wanted: Sequence[int]) -> LongPrefills:
         """Keep all of `wanted` if the last of them is worth a graph, else none."""
         launching, whole, peak_bytes = _measure(steps, wanted[-1], meter, uses_mrope=uses_mrope)
+        held_a_token = peak_bytes / wanted[-1]
         num_bytes = int(_POOL_MARGIN * peak_bytes) + len(wanted) * _BYTES_A_GRAPH + sum(wanted) * bytes_a_token
         reason = f"launching one of {wanted[-1]} takes {1e3 * launching:.1f} of {1e3 * whole:.1f} ms"
         if num_bytes > MOST_BYTES:
@@ -63,7 +66,7 @@ def choose_long_prefills(steps: StepRunner, sizes: Sequence[int], meter: MemoryM
         if not steps.tp.minimum(int(is_worth), steps.device):
             wanted, num_bytes = (), 0
         logger.info("long prefills to record: %s (%s)", ", ".join(map(str, wanted)) or "none", reason)
-        return LongPrefills(sizes=wanted, num_bytes=num_bytes, reason=reason)
+        return LongPrefills(sizes=wanted, num_bytes=num_bytes, reason=reason, bytes_a_token=held_a_token)
 
     begun, found = time.perf_counter(), judge(sizes[:1])  # which is all that a large model has to run
     if found.sizes:

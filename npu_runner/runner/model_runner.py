@@ -89,7 +89,7 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
             self.allocate_kv_cache(dataclasses.replace(
                 profile, graph_bytes=long_prefills.num_bytes if long_prefills else 0))
             if self.settings.makes_graphs:
-                self.compile_decode()
+                self.compile_decode(long_prefills.bytes_a_token if long_prefills else 0.0)
             if long_prefills and (prefills := self.steps.prefills):
                 sizes = [size for size in prefills.sizes if size > SHORT_TOKENS]
                 self.ledger += long_prefills.describe(sizes, *prefills.long_cost)
@@ -208,12 +208,12 @@ class ModelRunner(RankAssembly, ModelRunnerBase):
         self.bind_cache(self.num_blocks)
         self.steps.copy_blocks = partial(self.attention.copy_blocks, self.k_cache, self.v_cache)
 
-    def compile_decode(self) -> None:
+    def compile_decode(self, bytes_a_token: float) -> None:
         """Compile the decode forward for every bucket, largest first, and record prefills."""
         parts = DecodeParts(
             steps=self.steps, settings=self.settings, model_config=self.model_config, dtype=self.dtype,
             num_blocks=self.num_blocks, max_model_len=self.max_model_len,
-            graph_batch_sizes=self.config.graphs.graph_batch_sizes,
+            graph_batch_sizes=self.config.graphs.graph_batch_sizes, bytes_a_token=bytes_a_token,
             step_timeout_seconds=self.config.parallel.step_timeout_seconds,
             compares_new=self.strategy.compares_graphs, is_mode_given=self.config.graphs.graph_mode != "auto",
             run_bucket=lambda size: self.dummy_run(size, size, expected_decode_len=2, in_capturing=True),

@@ -107,7 +107,7 @@ class TokenCounts:
         return partial(self._add_at, self._counts_SV.view(-1), indices_B, ones_B)
 
 
-class _OfParams(NamedTuple):
+class _SlotParams(NamedTuple):
     """The data of a slot that come from its SamplingParams alone."""
 
     rules: LogitRules
@@ -146,14 +146,14 @@ class SamplingState:
         self._newcomers: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         # A dummy step may sample before a row is registered, and recorded sampling reads it in place.
         self._device_fields_FS = torch.zeros(self._fields_FS.shape, dtype=torch.float32, device=device)
-        self._last_params: tuple[SamplingParams, _OfParams] | None = None
+        self._last_params: tuple[SamplingParams, _SlotParams] | None = None
         self._last_plan: tuple[bytes, StepPlan] | None = None
 
     def add(self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int],
             output_token_ids: Sequence[int], seed: int) -> None:
         """Register a sequence as it stands after `output_token_ids`. Raises RequestError, the slot then free."""
         self.remove(slot)
-        shared = self._of_params(params)
+        shared = self._slot_params(params)
         rules = self._rules[slot] = shared.rules
         if rules.bad_words is not None:
             self._watches[slot] = Watch(rules.bad_words, output_token_ids)
@@ -185,7 +185,7 @@ class SamplingState:
                 self._last_watches = None
             del self._rules[slot]  # last: an interrupt may come between any two lines
 
-    def _of_params(self, params: SamplingParams) -> _OfParams:
+    def _slot_params(self, params: SamplingParams) -> _SlotParams:
         """Made once for all rows with equal params that come one after the other. Raises RequestError."""
         if self._last_params is None or (self._last_params[0] is not params and self._last_params[0] != params):
             assert params.bad_words_token_ids or not params.bad_words, "bad_words are resolved before they are queued"
@@ -195,7 +195,7 @@ class SamplingState:
                                    "tokens; correct logit_bias, bad_words or stop_token_ids",
                                    code="invalid_sampling_parameter")
             top_k = min(params.top_k or self.vocab_size, self.vocab_size)
-            self._last_params = params, _OfParams(
+            self._last_params = params, _SlotParams(
                 rules=rules, ngram_rule=ngram_rule(params, self._max_model_len),
                 features=_features(params), top_k=top_k, fields_F=np.array(_fields(params, top_k), dtype=np.float32),
                 sampling_class=GREEDY if params.is_greedy else sampling_class(

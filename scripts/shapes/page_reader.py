@@ -31,10 +31,6 @@ IDS = {token: NUM_BYTES + index for index, token in enumerate(SPECIAL)}
 END = IDS["<|im_end|>"]
 MOST_TOKENS, LENGTHS = 304, 152
 """Of an answer, its end included. Rows of a batch are a multiple of LENGTHS long: layers are compiled for each."""
-READER = {
-    "name": "pages-vl", "about": "the embedded page reader: pages of at most ten lines of 24 ASCII characters",
-    "match": {"model_type": "qwen3_vl", "tokens": ["<|page|>"]}, "prompt": "", "page": {"size": [WIDTH, HEIGHT]},
-    "image": {"size": [WIDTH, HEIGHT]}, "body": {"temperature": 0.0, "max_tokens": MOST_TOKENS}}
 
 
 def page_config() -> Qwen3VLConfig:
@@ -64,7 +60,7 @@ def tokenizer_json() -> str:
 
 
 def save_page_reader(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
-    """The checkpoint's folder with weights in bfloat16, and reader.json for `npu-runner read --reader`."""
+    """The checkpoint's folder, with weights in bfloat16."""
     config = copy.deepcopy(model.config)
     config.vision_config._attn_implementation = "sdpa"  # not PageForward's
     rounded = Qwen3VLForConditionalGeneration(config)
@@ -79,8 +75,7 @@ def save_page_reader(model: Qwen3VLForConditionalGeneration, folder: Path) -> No
     texts = {"preprocessor_config.json": images | {"size": {"shortest_edge": WIDTH * HEIGHT,
                                                             "longest_edge": WIDTH * HEIGHT}},
              "generation_config.json": {"do_sample": False, "eos_token_id": [END, IDS["<|endoftext|>"]],
-                                        "pad_token_id": IDS["<|endoftext|>"]},
-             "reader.json": READER}
+                                        "pad_token_id": IDS["<|endoftext|>"]}}
     for name, text in texts.items():
         (folder / name).write_text(json.dumps(text, indent=2) + "\n")
 

@@ -221,7 +221,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
             reported = clock = time.monotonic()
     del loader
     save_state(folder, both, optimizer, step=step, seconds=trained)
-    save_page_reader(model, folder / "pages-vl")
+    save_page_reader(model, folder / "shapes-reader")
     with (folder / "training_log.jsonl").open("a") as log:
         log.writelines(json.dumps(report) + "\n" for report in reports)
     return reports

@@ -218,16 +218,14 @@ static int min(int a, int b) { return a < b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
 static int __ffs(int x) { return __builtin_ffs(x); }
-static u32 __float_as_uint(float x) {
-  u32 bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
+template <class To, class From> static To bit_cast(From x) {  // std::bit_cast needs C++20
+  static_assert(sizeof(To) == sizeof(From));
+  To same_bits;
+  memcpy(&same_bits, &x, sizeof x);
+  return same_bits;
 }
-static float __uint_as_float(u32 bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
+static u32 __float_as_uint(float x) { return bit_cast<u32>(x); }
+static float __uint_as_float(u32 bits) { return bit_cast<float>(bits); }
 static float __int_as_float(int bits) { return __uint_as_float(bits); }
 static u32 __byte_perm(u32 low, u32 high, u32 selector) {
   const u64 bytes = (u64)high << 32 | low;
@@ -235,17 +233,8 @@ static u32 __byte_perm(u32 low, u32 high, u32 selector) {
   for (int i = 0; i < 4; ++i) result |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return result;
 }
-static u16 float16_bits(float x) {
-  const _Float16 half = x;
-  u16 bits;
-  memcpy(&bits, &half, sizeof bits);
-  return bits;
-}
-static float from_float16(u16 bits) {
-  _Float16 half;
-  memcpy(&half, &bits, sizeof half);
-  return half;
-}
+static u16 float16_bits(float x) { return bit_cast<u16>((_Float16)x); }
+static float from_float16(u16 bits) { return bit_cast<_Float16>(bits); }
 static u16 bfloat16_bits(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;

@@ -65,16 +65,37 @@ class PagedWork:
 
     def _fill(self, row: int) -> None:
         first_seen = max(0, self.cached_lens[row] + 1 - self.window) if self.window else 0
-        for place in range(first_seen, self.context_lens[row]):
-            block = int(self.block_tables_BW[row, place // self.block_size])
-            self.k_cache[block, place % self.block_size] = self.keys[row][place]
-            self.v_cache[block, place % self.block_size] = self.values[row][place]
+        places = torch.arange(first_seen, self.context_lens[row])
+        where = self.block_tables_BW[row, places // self.block_size].long(), places % self.block_size
+        for cache, each in ((self.k_cache, self.keys), (self.v_cache, self.values)):
+            cache[where] = each[row][first_seen:].to(cache.dtype)
 
     def backend(self) -> Any:
         from npu_runner.platforms.cuda.attention.backend import TritonAttention
 
         return TritonAttention(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
                                block_size=self.block_size, dtype=self.dtype)
+
+    def scaled_backend(self, device: torch.device, num_sms: int | None) -> Any:
+        """`num_sms`: of how many multiprocessors the backend is to think, None: as many as there are."""
+        backend = self.backend()
+        if num_sms:
+            backend.gpu = backend.gpu._replace(num_sms=num_sms)
+        if self.kv_scales == (1.0, 1.0):
+            return backend
+        return backend.with_kv_scales(torch.tensor(self.kv_scales, device=device))
+
+    def run_decode_kernel(self, device: torch.device, num_sms: int | None) -> tuple[Tensor, AttentionMetadata]:
+        """The result of decode attention in CUDA C++, (B, N, H), and the step's metadata. Another kernel fails."""
+        from npu_runner.platforms.cuda.split_k import make_counters
+
+        backend = self.scaled_backend(device, num_sms)
+        seen, attend = [], backend.decodes.attend
+        backend.decodes.attend = lambda *given, **settings: seen.append(given[3]) or attend(*given, **settings)
+        out_BNH = self.run(device, backend, is_prefill=False)
+        assert seen, "the kernel took the step"
+        assert not make_counters(device, 1).any(), "the next launch begins with counters of 0"
+        return out_BNH, seen[0]
 
     def run(self, device: torch.device, backend: Any, *, is_prefill: bool) -> Tensor:
         """What the kernels make of it, (T, N, H)."""
@@ -94,12 +115,7 @@ class PagedWork:
         return torch.cat([attention(q, k.double() * k_scale, v.double() * v_scale, self.window) for q, k, v in parts])
 
     def assert_equals_definition(self, device: torch.device, *, is_prefill: bool, num_sms: int | None = 2) -> None:
-        """`num_sms`: of how many multiprocessors the backend is to think, None: as many as there are."""
-        backend = self.backend()
-        if num_sms:
-            backend.gpu = backend.gpu._replace(num_sms=num_sms)
-        if self.kv_scales != (1.0, 1.0):
-            backend = backend.with_kv_scales(torch.tensor(self.kv_scales, device=device))
+        backend = self.scaled_backend(device, num_sms)
         assert_close(self.run(device, backend, is_prefill=is_prefill), self.expected(), self.dtype)
 
 

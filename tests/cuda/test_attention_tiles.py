@@ -48,10 +48,10 @@ def test_the_tiles_of_a_prefill_hold_every_token_once_longest_contexts_first(gro
     backend = TritonAttention(num_heads=2 * group, num_kv_heads=2, head_dim=64, block_size=64, dtype=torch.bfloat16)
     queries, contexts = [1, 128, 300, 33], [900, 128, 301, 33]
     plan = backend.plan_prefill(queries, contexts, np.zeros((4, 16), dtype=np.int32), torch.device("cpu"))
-    tokens_a_tile = backend.prefill_tile.rows // group
-    places = plan.tiles[:, 3].tolist()
+    tiles, tokens_a_tile = plan.tiles["tiles"], backend.prefill_tile.rows // group
+    places = tiles[:, 3].tolist()
     assert places == sorted(places, reverse=True)
-    found = sorted((sequence, first_row + i, place + i) for sequence, first_row, left, place in plan.tiles.tolist()
+    found = sorted((sequence, first_row + i, place + i) for sequence, first_row, left, place in tiles.tolist()
                    for i in range(min(left, tokens_a_tile)))
     starts = np.cumsum([0, *queries])
     assert found == [(b, starts[b] + i, contexts[b] - queries[b] + i) for b in range(4) for i in range(queries[b])]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.profiler import device_profile
 from npu_runner import LLM, SamplingParams
 from npu_runner.request.prompt_inputs import PromptInputs
 from tests.cuda.conftest import INTERPRETED
@@ -51,11 +52,9 @@ def test_a_step_copies_with_one_launch(device: torch.device) -> None:
     cache = torch.zeros(5, 9, 16, 2, 64, dtype=torch.bfloat16, device=device)
     pairs = np.array([(1, 2), (3, 4), (3, 5)], dtype=np.int32)
     make_attention().copy_blocks(cache, cache, pairs)  # the first one compiles
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with device_profile("cuda") as profile:
         make_attention().copy_blocks(cache, cache, pairs)
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages() if "Memcpy" not in event.key}
-    assert counts == {"copy_blocks": 1}
+    assert {name: count for name, count in profile.calls.items() if "Memcpy" not in name} == {"copy_blocks": 1}
 
 
 @pytest.mark.parametrize("mode", ["eager", "reduce-overhead"])

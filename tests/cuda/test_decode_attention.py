@@ -28,25 +28,8 @@ def _takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "LEAST_ROWS", {True: 1, False: 1})
 
 
-def run(work: PagedWork, device: torch.device, num_sms: int | None = None) -> Tensor:
-    """What the kernel makes of it; a step that it does not take fails."""
-    from npu_runner.platforms.cuda.split_k import make_counters
-
-    backend = work.backend()
-    if num_sms:
-        backend.gpu = backend.gpu._replace(num_sms=num_sms)
-    if work.kv_scales != (1.0, 1.0):
-        backend = backend.with_kv_scales(torch.tensor(work.kv_scales, device=device))
-    taken, attend = [], backend.decodes.attend
-    backend.decodes.attend = lambda *arguments, **settings: taken.append(1) or attend(*arguments, **settings)
-    out_TNH = work.run(device, backend, is_prefill=False)
-    assert taken, "the kernel took the step"
-    assert not make_counters(device, 1).any(), "the next launch begins with counters of 0"
-    return out_TNH
-
-
 def check(work: PagedWork, device: torch.device, num_sms: int | None = None) -> None:
-    assert_close(run(work, device, num_sms), work.expected(), work.dtype)
+    assert_close(work.run_decode_kernel(device, num_sms)[0], work.expected(), work.dtype)
 
 
 @CACHES
@@ -104,7 +87,7 @@ def test_a_context_of_no_token_gives_0_and_nan_stays(device: torch.device, cache
     work.context_lens[0] = 0
     block = int(work.block_tables_BW[1, 0])
     work.v_cache[block, 3, 1, 7] = torch.nan
-    out_TNH = run(work, device)
+    out_TNH, _ = work.run_decode_kernel(device, None)
     assert not out_TNH[0].any()
     assert out_TNH[1, 4:, 7].isnan().all()
     out_TNH[1, 4:, 7] = 0

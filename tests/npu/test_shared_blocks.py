@@ -1,5 +1,5 @@
 """Partly shared blocks on the emulated device: all bytes are copied, by three launches for all layers, and answers are
-those of prompts computed apart, and the cpu platform's."""
+those of the cpu platform, which computes each prompt by itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("model_type", "modes"), [
-    ("mistral", ["reduce-overhead"]), *only_full("copies come before a step, however it runs",
-                                                 ("qwen3", ["eager", "max-autotune"]))])
+    ("mistral", ["eager"]), *only_full("copies come before a step, however it runs",
+                                       ("mistral", ["reduce-overhead"]), ("qwen3", ["eager", "max-autotune"]))])
 def test_answers_and_prompts_that_copy_blocks(model_type: str, modes: list[str], checkpoint: Any,
                                               tmp_path: Path) -> None:
     changes = {"sliding_window": 10} if model_type == "mistral" else {}
@@ -34,8 +34,7 @@ def test_answers_and_prompts_that_copy_blocks(model_type: str, modes: list[str],
     with LLM(model, platform="cpu", enable_prefix_caching=False, **SMALL) as llm:
         expected = tokens_of(llm)
     for mode, found in json.loads(results.read_text()).items():
-        apart, shared = found["tokens"]
-        assert apart == shared == expected, mode
+        assert found["tokens"] == expected, mode
         assert found["num_copies"] > len(found["launches"]) >= 3, "a step has several copies"
         for launches, copies in zip(found["launches"], found["copies"], strict=True):
             assert launches == {"aclnnIndexSelect": 2, "aclnnScatterPaKvCache": 1}

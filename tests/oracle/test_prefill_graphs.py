@@ -21,6 +21,7 @@ from torch import Tensor
 from npu_runner import LLM, PoolingParams
 from npu_runner.errors import ConfigError
 from npu_runner.layers.parallel import TensorParallel
+from npu_runner.platforms.cpu.devices import CpuMemory
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.facts import AttentionFacts
 from npu_runner.platforms.graphs import GraphResourceError, Recorder
@@ -241,6 +242,25 @@ def test_prefills_that_are_launched_fast_or_need_much_memory_stay_eager(
         llm.generate(many_prompts(90), greedy(1))
         assert bool(used[1280]) == bool(sizes)
     assert f"long prefills to record: {said}" in caplog.text
+
+
+@pytest.mark.parametrize(("free_bytes", "sizes"), [(125 << 20, ", 1280"), (120 << 20, "")])
+def test_without_memory_for_a_long_graph_those_are_tried_that_may_fit(
+        free_bytes: int, sizes: str, checkpoint: Any, platform_name: str, used: Counter[int],
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A graph needs at least what an eager prefill held: here 135 MiB for 1400 tokens. Short ones are always tried."""
+    if platform_name != "cpu":
+        pytest.skip("a device has room for all of them")
+    graphs = Repeating([0])
+    monkeypatch.setattr(CpuPlatform, "make_graph_compiler", lambda self, settings: graphs)
+    monkeypatch.setattr("npu_runner.runner.long_prefills._measure", lambda *given, **settings: (1.0, 1.0, 135 << 20))
+    whole = CpuMemory.free_bytes
+    monkeypatch.setattr(CpuMemory, "free_bytes", lambda self: free_bytes if graphs.count else whole(self))
+    with LLM(checkpoint("qwen3"), platform=platform_name, **LONG) as llm:
+        assert llm.engine.info.graphs.endswith(f"896, 1024{sizes} tokens")
+        tried = graphs.count
+    assert ("1280 tokens (less than it needs is free)" in caplog.text) == (not sizes)
+    assert tried == 1 + len(llm.engine.info.graphs.split("prefills of ")[1].split(","))
 
 
 def test_ranks_record_the_same_long_prefills(checkpoint: Any, platform_name: str, used: Counter[int],

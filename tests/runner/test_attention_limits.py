@@ -42,7 +42,7 @@ def test_a_context_that_no_kernel_reads_is_refused_before_anything_is_loaded(mod
     with pytest.raises(ConfigError, match="max_model_len 262145: the attention of platform npu reads at most 262144 "
                                           "tokens of a sequence; lower it to that"):
         estimated(model, "npu", max_model_len=262_145)
-    assert estimated(model, "cuda", max_model_len=1 << 20).settings.max_model_len == 1 << 20
+    assert estimated(model, "cuda", max_model_len=262_145).settings.max_model_len == 262_145
 
 
 @pytest.mark.parametrize("more", [{}, *only_full("another way to the same limit", {"kv_cache_bytes": 100 * GIB})],

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from npu_runner.cli import main as cli
+from scripts.demo_documents import inspection_pages, write_document
 from tests.batch.scripted import read_rows
 from tests.full_set import only_full
 from tests.tables.pages import pdf
@@ -304,3 +305,17 @@ def test_an_option_that_is_wrong_for_any_model_is_refused_before_a_page_is_opene
                        "--model", str(model), *SMALL, option, value or str(given)])
     assert (status, said in capsys.readouterr().err) == (2, True)
     assert not [path for path in (tmp_path / "out").glob("**/*") if path.is_file()]
+
+
+def test_the_demos_documents_are_read_as_they_were_drawn(tmp_path: Path) -> None:
+    """By the embedded reader, which its checkpoint names."""
+    drawn = {f"station-{number}.pdf": inspection_pages(number) for number in (1, 2, 3)}
+    (tmp_path / "documents").mkdir()
+    for name, pages in drawn.items():
+        write_document(tmp_path / "documents" / name, pages)
+    arguments = ["read", str(tmp_path / "documents"), "-o", str(tmp_path / "out"), "--model", "shapes-reader"]
+    assert cli.main([*arguments, "--platform", "cpu", "--kv-cache-bytes", "64M"]) == 0
+    for name, pages in drawn.items():
+        first, second = (page.markdown for page in pages)
+        found = (tmp_path / "out" / "markdown" / f"{name}.md").read_text()
+        assert found == f"<!-- page 1 -->\n\n{first}\n\n<!-- page 2 -->\n\n{second}\n"

@@ -76,34 +76,27 @@ __device__ __forceinline__ uint4 valid(const uint4 &piece) {
 // The values of a 32-bit word, and back.
 struct Float32 {
   static constexpr int COUNT = 1;
-  __device__ static void add(float *sum, u32 word) { sum[0] += __uint_as_float(word); }
-  __device__ static void set(float *sum, u32 word) { sum[0] = __uint_as_float(word); }
+  __device__ static float value(u32 word, int) { return __uint_as_float(word); }
   __device__ static u32 round(const float *sum) { return __float_as_uint(sum[0]); }
 };
 struct Bfloat16 {
   static constexpr int COUNT = 2;
-  __device__ static void set(float *sum, u32 word) {
-    sum[0] = __uint_as_float(word << 16);
-    sum[1] = __uint_as_float(word & 0xFFFF0000u);
-  }
-  __device__ static void add(float *sum, u32 word) {
-    sum[0] += __uint_as_float(word << 16);
-    sum[1] += __uint_as_float(word & 0xFFFF0000u);
-  }
+  __device__ static float value(u32 word, int k) { return __uint_as_float(k ? word & 0xFFFF0000u : word << 16); }
   __device__ static u32 round(const float *sum) { return pack_bfloat16(sum[0], sum[1]); }
 };
 struct Float16 {
   static constexpr int COUNT = 2;
-  __device__ static void set(float *sum, u32 word) {
-    sum[0] = to_float(word & 0xFFFF);
-    sum[1] = to_float(word >> 16);
-  }
-  __device__ static void add(float *sum, u32 word) {
-    sum[0] += to_float(word & 0xFFFF);
-    sum[1] += to_float(word >> 16);
-  }
+  __device__ static float value(u32 word, int k) { return to_float(k ? word >> 16 : word & 0xFFFF); }
   __device__ static u32 round(const float *sum) { return pack_float16(sum[0], sum[1]); }
 };
+template <class Dtype> __device__ __forceinline__ void set(float *sum, u32 word) {
+#pragma unroll
+  for (int k = 0; k < Dtype::COUNT; ++k) sum[k] = Dtype::value(word, k);
+}
+template <class Dtype> __device__ __forceinline__ void add(float *sum, u32 word) {
+#pragma unroll
+  for (int k = 0; k < Dtype::COUNT; ++k) sum[k] += Dtype::value(word, k);
+}
 
 __device__ __forceinline__ u32 word(const uint4 &piece, int i) {
   return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
@@ -113,9 +106,9 @@ template <class Dtype> __device__ __forceinline__ uint4 sum_in_rank_order(const 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float sum[Dtype::COUNT];
-    Dtype::set(sum, word(pieces[0], i));
+    set<Dtype>(sum, word(pieces[0], i));
 #pragma unroll
-    for (int source = 1; source < RANKS; ++source) Dtype::add(sum, word(pieces[source], i));
+    for (int source = 1; source < RANKS; ++source) add<Dtype>(sum, word(pieces[source], i));
     words[i] = Dtype::round(sum);
   }
   return {words[0], words[1], words[2], words[3]};
@@ -137,12 +130,30 @@ struct Call {
   __device__ void push(u32 to, u32 slot, const uint4 &piece) const {
     store_to_peer(place(to, params.rank, slot), valid(piece));
   }
+  __device__ void push_to_peers(u32 slot, const uint4 &piece) const {
+#pragma unroll
+    for (u32 peer = 0; peer < RANKS; ++peer)
+      if (!is_own(peer)) push(peer, slot, piece);
+  }
   // Waits for what `source` stores there; `piece` is what a first load returned.
   __device__ uint4 await(u32 source, u32 slot, uint4 piece) const {
     uint4 *from = place(params.rank, source, slot);
     while (!has_arrived(piece)) piece = load_staged(from);
     *from = {EMPTY, EMPTY, EMPTY, EMPTY};
     return piece;
+  }
+  // A vector of all ranks: this rank's own, and what has arrived of the others' by now.
+  __device__ __forceinline__ void load(uint4 (&pieces)[RANKS], u32 slot, u32 vector) const {
+#pragma unroll
+    for (u32 source = 0; source < RANKS; ++source)
+      pieces[source] = is_own(source) ? params.x[vector] : load_staged(place(params.rank, source, slot));
+  }
+  // Awaits what `load` has not found, and sums.
+  template <class Dtype> __device__ __forceinline__ uint4 sum(uint4 (&pieces)[RANKS], u32 slot) const {
+#pragma unroll
+    for (u32 source = 0; source < RANKS; ++source)
+      if (!is_own(source)) pieces[source] = await(source, slot, pieces[source]);
+    return sum_in_rank_order<Dtype>(pieces);
   }
   __device__ void end() const {
     __syncthreads();
@@ -155,20 +166,12 @@ struct Call {
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const u32 vector = first + vector_of(slot + j * THREADS);
-      if (vector >= limit) continue;
-#pragma unroll
-      for (u32 source = 0; source < RANKS; ++source)
-        pieces[j][source] = is_own(source) ? params.x[vector]
-                                           : load_staged(place(params.rank, source, slot + j * THREADS));
+      if (vector < limit) load(pieces[j], slot + j * THREADS, vector);
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const u32 vector = first + vector_of(slot + j * THREADS);
-      if (vector >= limit) continue;
-#pragma unroll
-      for (u32 source = 0; source < RANKS; ++source)
-        if (!is_own(source)) pieces[j][source] = await(source, slot + j * THREADS, pieces[j][source]);
-      use(slot + j * THREADS, vector, sum_in_rank_order<Dtype>(pieces[j]));
+      if (vector < limit) use(slot + j * THREADS, vector, sum<Dtype>(pieces[j], slot + j * THREADS));
     }
   }
 };
@@ -186,10 +189,7 @@ template <class Dtype> __device__ __forceinline__ void one_shot(const Params &pa
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j)
-      if (call.vector_of(slot + j * THREADS) < params.vectors)
-#pragma unroll
-        for (u32 peer = 0; peer < RANKS; ++peer)
-          if (!call.is_own(peer)) call.push(peer, slot + j * THREADS, pieces[j]);
+      if (call.vector_of(slot + j * THREADS) < params.vectors) call.push_to_peers(slot + j * THREADS, pieces[j]);
   }
   for (u32 slot = threadIdx.x; call.vector_of(slot) < params.vectors; slot += BATCH * THREADS)
     call.reduce<Dtype>(slot, 0, params.vectors, [&](u32, u32 vector, const uint4 &sum) { params.x[vector] = sum; });
@@ -211,9 +211,7 @@ template <class Dtype> __device__ __forceinline__ void two_shots(const Params &p
   for (u32 slot = threadIdx.x; own + call.vector_of(slot) < own_end; slot += BATCH * THREADS)
     call.reduce<Dtype>(slot, own, own_end, [&](u32 slot, u32 vector, const uint4 &sum) {
       params.x[vector] = sum;
-#pragma unroll
-      for (u32 peer = 0; peer < RANKS; ++peer)
-        if (!call.is_own(peer)) call.push(peer, results + slot, sum);
+      call.push_to_peers(results + slot, sum);
     });
   for (u32 slot = threadIdx.x; call.vector_of(slot) < part; slot += THREADS)
 #pragma unroll
@@ -257,10 +255,7 @@ template <class Dtype> __device__ __forceinline__ void one_shot_norm(const NormP
   for (u32 first = blockIdx.x * row_vectors; first < params.vectors; first += gridDim.x * row_vectors)
     for (u32 round = 0; round < rounds; ++round, slot += THREADS) {
       const u32 place = round * THREADS + threadIdx.x;
-      if (place < row_vectors)
-#pragma unroll
-        for (u32 peer = 0; peer < RANKS; ++peer)
-          if (!call.is_own(peer)) call.push(peer, slot, params.x[first + place]);
+      if (place < row_vectors) call.push_to_peers(slot, params.x[first + place]);
     }
   slot = threadIdx.x;
   for (u32 first = blockIdx.x * row_vectors; first < params.vectors; first += gridDim.x * row_vectors) {
@@ -270,22 +265,16 @@ template <class Dtype> __device__ __forceinline__ void one_shot_norm(const NormP
       const u32 place = round * THREADS + threadIdx.x;
       if (round >= rounds || place >= row_vectors) continue;
       uint4 pieces[RANKS], total = norm.residual[first + place];
-#pragma unroll
-      for (u32 source = 0; source < RANKS; ++source)
-        pieces[source] = call.is_own(source) ? params.x[first + place]
-                                             : load_staged(call.place(params.rank, source, slot + round * THREADS));
-#pragma unroll
-      for (u32 source = 0; source < RANKS; ++source)
-        if (!call.is_own(source)) pieces[source] = call.await(source, slot + round * THREADS, pieces[source]);
-      const uint4 sum = sum_in_rank_order<Dtype>(pieces);
+      call.load(pieces, slot + round * THREADS, first + place);
+      const uint4 sum = call.template sum<Dtype>(pieces, slot + round * THREADS);
       u32 words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float *both = values[round] + i * Dtype::COUNT;
-        Dtype::set(both, word(sum, i));
-        Dtype::add(both, word(total, i));
+        set<Dtype>(both, word(sum, i));
+        add<Dtype>(both, word(total, i));
         words[i] = Dtype::round(both);
-        Dtype::set(both, words[i]);
+        set<Dtype>(both, words[i]);
 #pragma unroll
         for (int k = 0; k < Dtype::COUNT; ++k) squares += both[k] * both[k];
       }
@@ -303,8 +292,8 @@ template <class Dtype> __device__ __forceinline__ void one_shot_norm(const NormP
         float *both = values[round] + i * Dtype::COUNT, of_weight[Dtype::COUNT];
 #pragma unroll
         for (int k = 0; k < Dtype::COUNT; ++k) both[k] *= scale;
-        Dtype::set(both, Dtype::round(both));
-        Dtype::set(of_weight, word(weight, i));
+        set<Dtype>(both, Dtype::round(both));
+        set<Dtype>(of_weight, word(weight, i));
 #pragma unroll
         for (int k = 0; k < Dtype::COUNT; ++k) both[k] *= of_weight[k];
         words[i] = Dtype::round(both);

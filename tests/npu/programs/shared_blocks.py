@@ -2,8 +2,8 @@
 
     python -m tests.npu.programs.shared_blocks MODEL RESULTS.json MODE...
 
-Bytes are compared here. RESULTS: by MODE, the tokens without a prefix cache and with one, launches, copies to the
-device and operators without a kernel of each step's copies, and the number of copies.
+Bytes are compared here. RESULTS: by MODE, the tokens, launches, copies to the device and operators without a kernel of
+each step's copies, and the number of copies.
 """
 
 from __future__ import annotations
@@ -60,24 +60,22 @@ def serve(model: str, mode: str) -> dict[str, Any]:
     from tests.cann.programs.emulation import calls, fallbacks, reset_counters
 
     graphs = {} if mode == "eager" else {"graph_batch_sizes": [4]}
-    found: dict[str, Any] = {"tokens": [], "launches": [], "copies": [], "fallbacks": {}, "num_copies": 0}
-    for is_shared in (False, True):
-        with LLM(model, platform="npu", block_size=BLOCK_SIZE, enable_prefix_caching=is_shared, graph_mode=mode,
-                 **SMALL, **FLOAT32, **graphs) as llm:
-            steps = runner_of(llm).steps
-            copy = steps.copy_blocks
-            assert copy is not None
+    found: dict[str, Any] = {"launches": [], "copies": [], "fallbacks": {}, "num_copies": 0}
+    with LLM(model, platform="npu", block_size=BLOCK_SIZE, graph_mode=mode, **SMALL, **FLOAT32, **graphs) as llm:
+        steps = runner_of(llm).steps
+        copy = steps.copy_blocks
+        assert copy is not None
 
-            def counted(pairs: np.ndarray, copy: Any = copy) -> None:
-                reset_counters()
-                copy(pairs)
-                found["launches"].append(calls("launches"))
-                found["copies"].append(calls("copies"))
-                found["fallbacks"] |= fallbacks()
-                found["num_copies"] += len(pairs)
+        def counted(pairs: np.ndarray) -> None:
+            reset_counters()
+            copy(pairs)
+            found["launches"].append(calls("launches"))
+            found["copies"].append(calls("copies"))
+            found["fallbacks"] |= fallbacks()
+            found["num_copies"] += len(pairs)
 
-            steps.copy_blocks = counted
-            found["tokens"].append(tokens_of(llm))
+        steps.copy_blocks = counted
+        found["tokens"] = tokens_of(llm)
     return found
 
 

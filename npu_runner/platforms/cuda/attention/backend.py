@@ -52,20 +52,22 @@ _Kernel = TypeVar("_Kernel")
 _LOG2_E = math.log2(math.e)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrefillPlan:
-    """(tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place in context."""
+    """The tiles of a step, and its blocks."""
 
-    tiles: Tensor
-    prompt_tiles: Tensor | None = None
-    """The tiles of PromptAttention, where it accepts the step. In a graph the first row has their number, which may be
-    0, and the layers without a window launch both kernels."""
-    is_padded: bool = False
-    """It is a graph's, and some tokens are in no tile."""
-    window_tiles: Tensor | None = None
-    """In a graph with `prompt_tiles`: `tiles` of the layers with a window."""
-    blocks: StepBlocks | None = None
-    """The blocks of the step, with `prompt_tiles`."""
+    tiles: Mapping[str, Tensor]
+    """Lists by name, (tiles, 4) int32 on the device: sequence, first row of the tile in T, rows left from there, place
+    in context. `tiles` are Triton's. `prompt_tiles` are PromptAttention's, where it accepts the step; in a graph their
+    first row has their number, which may be 0, and the layers without a window launch both kernels. Such a graph has
+    `window_tiles`, Triton's of the layers with a window."""
+    blocks: StepBlocks | None
+    """None in a graph."""
+
+    @property
+    def is_padded(self) -> bool:
+        """It is a graph's, and some tokens are in no tile."""
+        return self.blocks is None
 
 
 class TritonAttention(AttentionBackend):
@@ -108,13 +110,12 @@ class TritonAttention(AttentionBackend):
 
     def plan_prefill(self, query_lens_B: Sequence[int], context_lens_B: Sequence[int], block_tables_BW: np.ndarray,
                      device: torch.device) -> Any:
-        lens = query_lens_B, context_lens_B
-        tiles = upload(cut_into_tiles(*lens, self._tokens_a_tile), device)
-        prompts = self.prompts
-        if prompts is None or not prompts.accepts(query_lens_B):
-            return PrefillPlan(tiles)
-        return PrefillPlan(tiles, upload(cut_into_tiles(*lens, prompts.tokens_a_tile), device),
-                           blocks=StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
+        sizes = {"tiles": self._tokens_a_tile}
+        if self.prompts is not None and self.prompts.accepts(query_lens_B):
+            sizes["prompt_tiles"] = self.prompts.tokens_a_tile
+        tiles = {name: upload(cut_into_tiles(query_lens_B, context_lens_B, tokens_a_tile), device)
+                 for name, tokens_a_tile in sizes.items()}
+        return PrefillPlan(tiles, StepBlocks(context_lens_B, block_tables_BW, self.block_size, device))
 
     def most_graph_tiles(self, num_tokens: int, num_sequences: int) -> dict[str, int]:
         most, prompts = num_tokens // self._tokens_a_tile + num_sequences, self._prompts_of_graph(num_tokens)
@@ -136,7 +137,7 @@ class TritonAttention(AttentionBackend):
         return {"tiles": tiles[:0], "window_tiles": tiles, "prompt_tiles": np.concatenate([count, prompt_tiles])}
 
     def plan_of_tiles(self, tiles: Mapping[str, Tensor]) -> PrefillPlan:
-        return PrefillPlan(**tiles, is_padded=True)
+        return PrefillPlan(tiles, None)
 
     def _prompts_of_graph(self, num_tokens: int) -> PromptAttention | None:
         """The kernel that a graph of `num_tokens` tokens has beside Triton's: each step uses the faster of the two."""
@@ -187,26 +188,25 @@ class TritonAttention(AttentionBackend):
     def prefill(self, q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
                 window: int | None = None) -> Tensor:
         plan: PrefillPlan = metadata.plan
+        tiles, prompt_tiles = plan.tiles["tiles"], plan.tiles.get("prompt_tiles")
         # During compile-ahead Triton's kernel must be met: short steps use it.
         if self.prompts is not None and window is None and not is_ahead():
             is_fp8 = k_cache.dtype == torch.float8_e4m3fn
             if is_fp8:
                 self.prompts.make_room(len(q_TNH), q_TNH.device)
-            if plan.is_padded and plan.prompt_tiles is not None:
+            if prompt_tiles is not None and plan.blocks is None:
                 assert not is_fp8, "longer prefills over an FP8 cache are not recorded"
-                self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles[1:], metadata.block_tables_BW, scale,
-                                    out_TNH=self._output_of(q_TNH, metadata), count=plan.prompt_tiles[:1])
-            elif plan.prompt_tiles is not None and plan.blocks is not None:
+                self.prompts.attend(q_TNH, k_cache, v_cache, prompt_tiles[1:], metadata.block_tables_BW, scale,
+                                    out_TNH=self._output_of(q_TNH, metadata), count=prompt_tiles[:1])
+            elif prompt_tiles is not None and plan.blocks is not None:
                 if k_cache.dtype == q_TNH.dtype:
-                    return self.prompts.attend(q_TNH, k_cache, v_cache, plan.prompt_tiles, metadata.block_tables_BW,
-                                               scale)
+                    return self.prompts.attend(q_TNH, k_cache, v_cache, prompt_tiles, metadata.block_tables_BW, scale)
                 if is_fp8 and self.prompts.has_room(plan.blocks):
-                    return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, plan.prompt_tiles, plan.blocks, scale,
+                    return self.prompts.attend_fp8(q_TNH, k_cache, v_cache, prompt_tiles, plan.blocks, scale,
                                                    self.kv_scales)
-        tile, tiles = self.prefill_tile, plan.tiles
-        if window is not None and plan.window_tiles is not None:
-            tiles = plan.window_tiles
-        out_TNH = self._output_of(q_TNH, metadata)
+        if window is not None:
+            tiles = plan.tiles.get("window_tiles", tiles)
+        tile, out_TNH = self.prefill_tile, self._output_of(q_TNH, metadata)
         kernels.prefill[(len(tiles), self.num_kv_heads)](
             q_TNH, _readable(k_cache), _readable(v_cache), out_TNH, tiles, metadata.block_tables_BW,
             self._scales_or(q_TNH), q_TNH.stride(0), metadata.block_tables_BW.stride(0), FACTOR=scale * _LOG2_E,
