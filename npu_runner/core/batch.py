@@ -29,7 +29,7 @@ class SamplingEntry(NamedTuple):
     params: SamplingParams
     seed: int
     prompt_token_ids: list[int]
-    output_token_ids: SequenceOf[int]
+    output_token_ids: list[int]
     thinking: Thinking | None = None
     """Where the prompt ends, in a chat with a model that thinks."""
     pooling: PoolingParams | None = None
@@ -444,5 +444,5 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
 
 def _sampling_entry(seq: Sequence) -> SamplingEntry:
     assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
-    return SamplingEntry(seq.slot, seq.params, seq.seed, seq.prompt.token_ids, tuple(seq.output_token_ids),
+    return SamplingEntry(seq.slot, seq.params, seq.seed, seq.prompt.token_ids, list(seq.output_token_ids),
                          thinking=seq.prompt.thinking, pooling=seq.pooling)
