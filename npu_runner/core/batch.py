@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ NO_TOKEN_IDS = np.zeros(0, dtype=np.int32)
 NO_NEW_BLOCKS = np.zeros((0, 3), dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class SamplingEntry:
+class SamplingEntry(NamedTuple):
     """A sequence entering its slot: its data for the sampler."""
 
     slot: int
@@ -328,25 +328,27 @@ def _per_sequence(values: Iterable[int | None]) -> np.ndarray:
 def prefill_batch(chunks: SequenceOf[tuple[Sequence, int]], table: RunningTable,
                   state_saves: list[tuple[int, int, int]], *, uses_mrope: bool) -> ScheduledBatch:
     """The next `num_tokens` uncomputed tokens of each (sequence, num_tokens), blocks already allocated."""
-    context_lens = [seq.num_computed_tokens + num for seq, num in chunks]
+    starts_B = _per_sequence(seq.num_computed_tokens for seq, _ in chunks)
+    query_lens_B = _per_sequence(num for _, num in chunks)
+    context_lens_B = starts_B + query_lens_B
+    shifts_T = np.repeat(context_lens_B - np.cumsum(query_lens_B, dtype=np.int32), query_lens_B)
     images, slices, scores, states = _parts_of_prompts(chunks)
-    samples = [end == seq.num_tokens for (seq, _), end in zip(chunks, context_lens, strict=True)]
+    samples = [seq.num_uncomputed_tokens == num for seq, num in chunks]
     slots_B = _per_sequence(seq.slot for seq, _ in chunks)
     state_slots = table.state_slots(slots_B)
     return ScheduledBatch(
         is_prefill=True,
         request_ids=[seq.request_id for seq, _ in chunks],
         slots_B=slots_B,
-        token_ids_T=np.concatenate([seq.token_array(seq.num_computed_tokens, end)
-                                    for (seq, _), end in zip(chunks, context_lens, strict=True)]),
-        positions=np.concatenate([_positions(seq, seq.num_computed_tokens, num, uses_mrope) for seq, num in chunks],
-                                 axis=-1),
-        query_lens_B=np.array([num for _, num in chunks], dtype=np.int32),
-        context_lens_B=np.array(context_lens, dtype=np.int32),
+        token_ids_T=np.concatenate([seq.token_array(seq.num_computed_tokens, seq.num_computed_tokens + num)
+                                    for seq, num in chunks]),
+        positions=_positions_3T(chunks) if uses_mrope else shifts_T + np.arange(len(shifts_T), dtype=np.int32),
+        query_lens_B=query_lens_B,
+        context_lens_B=context_lens_B,
         new_blocks_N3=table.unsent_entries(seq for seq, _ in chunks),
         samples_B=np.array(samples, dtype=np.bool_),
         state_slots=state_slots,
-        previous_positions=_previous_positions(chunks, uses_mrope),
+        previous_positions=_positions_3T([(seq, 1) for seq, _ in chunks], -1) if uses_mrope else starts_B.clip(1) - 1,
         new_sampling=[_sampling_entry(seq) for (seq, _), wanted in zip(chunks, samples, strict=True) if wanted],
         freed_slots=table.pop_freed_slots(),
         images=list(images.values()),
@@ -371,7 +373,7 @@ def _parts_of_prompts(chunks: SequenceOf[tuple[Sequence, int]]) -> tuple[
             scores.append(_prompt_score(seq, num, row, token_row))
         if seq.returns_states:
             states.append(PromptStates(row, token_row, num, seq.num_computed_tokens))
-        for image, image_slice in _image_slices(seq, num, token_row):
+        for image, image_slice in _image_slices(seq, num, token_row) if seq.prompt.spans else ():
             images.setdefault(image.content_hash, image)
             slices.append(image_slice)
         token_row += num
@@ -411,16 +413,16 @@ def probe_batch(*, uses_mrope: bool) -> ScheduledBatch:
         new_blocks_N3=np.zeros((1, 3), dtype=np.int32), samples_B=np.ones(1, dtype=np.bool_), new_sampling=[entry])
 
 
-def _previous_positions(chunks: SequenceOf[tuple[Sequence, int]], uses_mrope: bool) -> np.ndarray:
-    return np.concatenate([_positions(seq, max(0, seq.num_computed_tokens - 1), 1, uses_mrope) for seq, _ in chunks],
+def _positions_3T(chunks: Iterable[tuple[Sequence, int]], offset: int = 0) -> np.ndarray:
+    """(3, T) int32: positions of the next tokens of each sequence, or of those `offset` places from them."""
+    return np.concatenate([_positions(seq, max(0, seq.num_computed_tokens + offset), num) for seq, num in chunks],
                           axis=-1)
 
 
-def _positions(seq: Sequence, start: int, num: int, uses_mrope: bool) -> np.ndarray:
+def _positions(seq: Sequence, start: int, num: int) -> np.ndarray:
     end, prompt = start + num, seq.prompt
     if prompt.positions_3T is None:
-        positions_T = np.arange(start, end, dtype=np.int32)
-        return np.broadcast_to(positions_T, (3, num)) if uses_mrope else positions_T
+        return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, num))
     in_prompt = prompt.positions_3T[:, start:end]
     generated_T = np.arange(max(start, seq.num_prompt_tokens), max(end, seq.num_prompt_tokens), dtype=np.int32)
     after_prompt = np.broadcast_to(generated_T + prompt.position_delta, (3, len(generated_T)))
@@ -442,5 +444,5 @@ def _image_slices(seq: Sequence, num: int, token_row: int) -> list[tuple[ImageIn
 
 def _sampling_entry(seq: Sequence) -> SamplingEntry:
     assert seq.slot is not None, f"sequence {seq.seq_id} samples without a slot"
-    return SamplingEntry(slot=seq.slot, params=seq.params, seed=seq.seed, prompt_token_ids=seq.prompt.token_ids,
-                         output_token_ids=list(seq.output_token_ids), thinking=seq.prompt.thinking, pooling=seq.pooling)
+    return SamplingEntry(seq.slot, seq.params, seq.seed, seq.prompt.token_ids, list(seq.output_token_ids),
+                         thinking=seq.prompt.thinking, pooling=seq.pooling)

@@ -160,10 +160,11 @@ class BlockManager:
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         seq.num_computed_tokens = seq.num_cached_tokens = 0
-        if not self._can_share(seq):
+        most = seq.most_cached_tokens if self.enable_prefix_caching else 0
+        if most <= 0:
             seq.state_source, seq.snapshot_positions = None, ()
             return
-        blocks = self._cached_blocks(seq)
+        blocks = self._cached_blocks(seq, most)
         if self.snapshots is not None:
             blocks = blocks[: self._match_state(seq, self.snapshots, len(blocks) * self.block_size) // self.block_size]
         seq.num_null_blocks = blocks.count(0)
@@ -173,13 +174,12 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_tokens = len(seq.block_table) * self.block_size
         seq.num_committed_blocks = len(seq.block_table)
         if self._partial_blocks is not None:
-            self._match_partial(seq, self._partial_blocks)
-        self._record_peak()
+            self._match_partial(seq, self._partial_blocks, most)
 
-    def _match_partial(self, seq: Sequence, partial: PartialBlocks) -> None:
+    def _match_partial(self, seq: Sequence, partial: PartialBlocks, most_cached: int) -> None:
         """Hold the block that has the next tokens of `seq`, if there is one: `start_copy` gives `seq` what it has."""
         start = seq.num_cached_tokens
-        most = min(seq.most_cached_tokens - start, self.block_size - 1)
+        most = min(most_cached - start, self.block_size - 1)
         if most <= 0:
             return
         wanted = PartialBlock.from_sequence(seq, start, min(start + self.block_size, seq.num_tokens))
@@ -215,14 +215,11 @@ class BlockManager:
             self._later_copies = [copy for copy in self._later_copies if copy[1] != block]
             self._give_back(sources)
 
-    def _can_share(self, seq: Sequence) -> bool:
-        return self.enable_prefix_caching and seq.most_cached_tokens > 0
-
-    def _cached_blocks(self, seq: Sequence) -> list[int]:
+    def _cached_blocks(self, seq: Sequence, most_cached: int) -> list[int]:
         """The cached blocks of the prefix of `seq`; blocks outside the sliding window of its next token are null."""
         window = self.sliding_window
         blocks: list[int] = []
-        for index in range(seq.most_cached_tokens // self.block_size):
+        for index in range(most_cached // self.block_size):
             block = self._block_of_hash.get(self._hash(seq, index), 0)
             if not block and window is None:
                 break
@@ -305,17 +302,17 @@ class BlockManager:
         if self.snapshots is not None and seq.state_source is not None:
             self.snapshots.counters.used += 1
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend `seq` to hold `num_tokens` tokens. False, and nothing changed, when too few blocks are free."""
+    def allocate(self, seq: Sequence, num_tokens: int, num_spare: int = 0) -> bool:
+        """Extend `seq` to hold `num_tokens` tokens. False, and nothing changed, unless `num_spare` blocks stay free."""
         missing = self.num_missing_blocks(seq, num_tokens)
-        if missing > len(self._free):
+        if missing + num_spare > len(self._free):
             return False
         for _ in range(missing):
             block, _none = self._free.popitem(last=False)
             self._withdraw(block)
             self._ref_counts[block] = 1
             seq.block_table.append(block)
-        self._record_peak()
+        self.peak_used = max(self.peak_used, self.num_used)
         return True
 
     def withdraw(self, seq: Sequence, num_tokens: int = 0) -> None:
@@ -414,15 +411,14 @@ class BlockManager:
             if self._ref_counts[block] == 0:
                 self._free[block] = None
                 self.num_given_back += 1
-                self._cancel_copies(block)
+                if self.copies or self._later_copies:
+                    self._cancel_copies(block)
 
     def _reference(self, block: int) -> None:
         if self._ref_counts[block] == 0:
             del self._free[block]
+            self.peak_used = max(self.peak_used, self.num_used)
         self._ref_counts[block] += 1
-
-    def _record_peak(self) -> None:
-        self.peak_used = max(self.peak_used, self.num_used)
 
     def _key_at(self, seq: Sequence, end: int) -> bytes:
         return self._hash(seq, end // self.block_size - 1)

@@ -20,6 +20,7 @@ _MOST_OF_A_PARENT = 4
 # To copy a block costs as much whatever is shared of it: fewer tokens than this share of a block are computed, unless
 # they are all that is left. Most chats have the first words of a template in common.
 _LEAST_SHARE = 4
+_FIRST_TOKEN = 2**32 - 1  # where most prompts without a template part: nothing else of them is compared
 
 
 class PartialBlock(NamedTuple):
@@ -34,8 +35,8 @@ class PartialBlock(NamedTuple):
     def from_sequence(cls, seq: Sequence, start: int, end: int) -> PartialBlock:
         """The tokens [start, end) of `seq`, at most a block of them."""
         tokens = int.from_bytes(seq.token_array(start, end).tobytes(), "little")
-        images = frozenset((span.start - start, seq.prompt.images[span.image_index].content_hash, span.later)
-                           for span in seq.prompt.spans if span.start < end and span.start + span.num_tokens > start)
+        images = frozenset([(span.start - start, seq.prompt.images[span.image_index].content_hash, span.later)
+                            for span in seq.prompt.spans if span.start < end and span.start + span.num_tokens > start])
         return cls(end - start, tokens, images)
 
     def num_common(self, other: PartialBlock) -> int:
@@ -67,8 +68,9 @@ class PartialBlocks:
 
     def offer(self, parent: bytes, block: int, offered: PartialBlock) -> bool:
         """Make `block`, written by the step being put together, known. False if another one has its tokens."""
-        known = self._of_parent.setdefault(parent, {})
-        if any(other != block and its.num_common(offered) == offered.num_tokens for other, its in known.items()):
+        known, first = self._of_parent.setdefault(parent, {}), offered.tokens & _FIRST_TOKEN
+        if any([its.tokens & _FIRST_TOKEN == first and other != block
+                and its.num_common(offered) == offered.num_tokens for other, its in known.items()]):
             return False
         known.pop(block, None)
         if len(known) == _MOST_OF_A_PARENT:
@@ -83,6 +85,8 @@ class PartialBlocks:
         left of the sequence."""
         best = None
         for block, known in self._of_parent.get(parent, {}).items():
+            if (known.tokens ^ wanted.tokens) & _FIRST_TOKEN:
+                continue
             num, is_new = known.num_common(wanted), block in self._new
             if is_new and not (can_be_new and num > most):
                 continue

@@ -84,7 +84,7 @@ class SequenceQueues:
         """
         is_waiting = seq.status is SequenceStatus.WAITING
         for queue in (self.waiting, self._held) if is_waiting else (self.running, self._ending):
-            if seq in queue:
+            if (is_waiting or seq.slot is not None) and seq in queue:  # without a slot it has left both of the latter
                 queue.remove(seq)
         if reason == "error":
             self.block_manager.withdraw(seq, seq.num_cached_tokens)
@@ -186,7 +186,7 @@ class SequenceQueues:
         self.waiting.insert(index, seq)
 
     def _release(self, seq: Sequence) -> None:
-        self.block_manager.commit(seq)  # its last tokens may have arrived since it was last in a step
-        self.block_manager.free(seq)
-        if seq.slot is not None:
+        if seq.slot is not None:  # else it holds nothing
+            self.block_manager.commit(seq)  # its last tokens may have arrived since it was last in a step
+            self.block_manager.free(seq)
             self._table.leave(seq)

@@ -105,7 +105,8 @@ class Scheduler(SequenceQueues):
         for seq, num in chunks:
             seq.shared_block = 0
             seq.num_computed_tokens += num
-            self._offer(seq)
+            if not self.block_manager.has_offered_all(seq):  # it was offered when its row was chosen
+                self._unoffered.append(seq)
             if not seq.num_uncomputed_tokens:
                 seq.num_expected += 1
                 seq.num_tokens += 1
@@ -170,9 +171,9 @@ class Scheduler(SequenceQueues):
 
     def _release_those_at_their_end(self) -> None:
         """Nothing more is computed for them: others may have what they hold while their last token is on its way."""
+        if at_their_end := set(self._ending):
+            self.running = [seq for seq in self.running if seq not in at_their_end]
         for seq in self._ending:
-            if seq in self.running:
-                self.running.remove(seq)
             if self.block_manager.has_offered_all(seq):
                 self._release(seq)
         self._ending = [seq for seq in self._ending if seq.slot is not None]
@@ -272,11 +273,7 @@ class Scheduler(SequenceQueues):
 
     def _allocate_prefill(self, seq: Sequence, num: int) -> bool:
         """Blocks for the chunk, leaving one block for each running sequence to grow into."""
-        end = seq.num_computed_tokens + num
-        missing = self.block_manager.num_missing_blocks(seq, end)
-        if self.running and self.block_manager.num_free - missing < len(self.running):
-            return False
-        return self.block_manager.allocate(seq, end)
+        return self.block_manager.allocate(seq, seq.num_computed_tokens + num, num_spare=len(self.running))
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt, what was generated after it, and the KV blocks that hold both.
 

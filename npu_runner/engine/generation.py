@@ -159,9 +159,9 @@ class Generation:
     def hidden_states(self, layers: SequenceOf[int]) -> dict[int, np.ndarray] | None:
         """The stored states by layer, float32 (T, D), of all tokens but the last; `layers`: in the order in which they
         were stored."""
-        count = self.sequence.num_prompt_tokens + len(self.sequence.output_token_ids) - 1
         if not self.sequence.params.return_hidden_states or self.pooled is None:
             return None
+        count = self.sequence.num_prompt_tokens + len(self.sequence.output_token_ids) - 1
         assert self._num_states >= count, f"{self._num_states} hidden states of {count} tokens"
         parts = np.split(self.pooled[:count], len(layers), axis=1)
         return {layer: np.ascontiguousarray(part) for layer, part in zip(layers, parts, strict=True)}

@@ -380,7 +380,7 @@ class LLMEngine:
         completions = [g.finished for g in request.generations if g.finished is not None]
         if len(completions) < len(request.generations):
             return
-        if not any(output.request_id == request.request_id for output in self._ready[-1:]):
+        if not self._ready or self._ready[-1].request_id != request.request_id:
             self._ready.append(request.output(completions, self._token_text))
         self._begun.discard(request.request_id)
         del self._requests[request.request_id]
@@ -393,8 +393,8 @@ class LLMEngine:
     # -- checks, figures, end --------------------------------------------------------------------------------------
 
     def _seed(self, request_id: str, params: SamplingParams, index: int) -> int:
-        if params.seed is not None:
-            return params.seed + index
+        if params.seed is not None or params.is_greedy:  # greedy rows never read theirs
+            return (params.seed or 0) + index
         text = f"{self.config.seed}:{request_id}:{index}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

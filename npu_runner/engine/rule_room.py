@@ -66,7 +66,7 @@ class RuleRoom:
         """It has ended, wherever it is."""
         if sequence in self._ready:
             self._ready.remove(sequence)
-        rule = self._building.get(_grammar_of(sequence))
+        rule = self._building.get(_grammar_of(sequence)) if self._building else None
         if rule is not None and sequence in rule.sequences:
             rule.sequences.remove(sequence)
             if not rule.sequences:

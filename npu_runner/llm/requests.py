@@ -260,8 +260,8 @@ def tasks_of(items: Iterable[Any], params: AnyParams, parse: Parse, limit: Unsai
             if not isinstance(one, (SamplingParams, PoolingParams)):
                 raise _no_params(one)
             if one is not last or resolved is None:
-                last, resolved = one, processor.resolve_params(limit.bounded(one))
-            processor.most_prompt_tokens(resolved)  # raises for more than the model takes
+                processor.most_prompt_tokens(new := processor.resolve_params(limit.bounded(one)))  # raises for too many
+                last, resolved = one, new
             yield parse(item, number=first_number + index, params=resolved)
         except RequestError as error:
             yield MadeTask(made=error, number=first_number + index, params=resolved or SamplingParams())

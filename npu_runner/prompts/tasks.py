@@ -119,7 +119,7 @@ class TextTask(PromptTask):
 
     prompt: Any
     seen: Sequence[tuple[Any, str]] = ()
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
     @property
     def images(self) -> Sequence[tuple[Any, str]]:
@@ -134,8 +134,8 @@ class TextTask(PromptTask):
         return replace(self, seen=images)
 
     def prepare(self, processor: ChatProcessor) -> PromptInputs:
-        seen = [each for each, _ in self.seen]
-        images, videos = ([each for each in seen if isinstance(each, Video) is is_video] for is_video in (False, True))
+        images = [each for each, _ in self.seen if not isinstance(each, Video)]
+        videos = [each for each, _ in self.seen if isinstance(each, Video)]
         return processor.from_text(self.prompt, images, videos, mm_processor_kwargs=self.mm_processor_kwargs,
                                    truncate_prompt_tokens=processor.most_prompt_tokens(self.params))
 
@@ -195,7 +195,7 @@ def text_task(item: Any, **task_fields: Any) -> TextTask:
 
     Raises RequestError naming the field. A prompt that is neither text nor token ids is refused when it is prepared.
     """
-    if not isinstance(item, Mapping):
+    if isinstance(item, str) or not isinstance(item, Mapping):
         return _text_task(plain_ids(item), **task_fields)
     given = {name: value for name, value in item.items() if value is not None}
     for name in given:

@@ -179,6 +179,7 @@ class VisionPrompts:
         self._uses_mrope = uses_mrope
         self._by_transformers = by_transformers
         self.documents = OpenDocuments()
+        self._by_default = RequestedMedia(settings, videos)
 
     @property
     def why_no_videos(self) -> str | None:
@@ -194,7 +195,7 @@ class VisionPrompts:
         videos = [located for located in seen if isinstance(located[0], Video)]
         if videos and self.videos is None:
             raise no_videos(self._no_videos, videos[0][1])
-        if self.videos is None and self.video_token_id in token_ids:
+        if self.videos is None and self.video_token_id is not None and self.video_token_id in token_ids:
             raise RequestError("the prompt has a video placeholder; videos are not supported", "unsupported_part")
         _check_count(token_ids, self.image_token_id, self.image_token, "image", len(images))
         if self.videos is not None:
@@ -205,7 +206,7 @@ class VisionPrompts:
     def requested(self, kwargs: Mapping[str, Any] | None) -> RequestedMedia:
         """The settings of a request with these `mm_processor_kwargs`. Raises RequestError."""
         if not kwargs:
-            return RequestedMedia(self.settings, self.videos)
+            return self._by_default
         name = FIELD
         is_map = isinstance(kwargs, Mapping)
         if self.videos is None and is_map and any(key not in IMAGE_BOUNDS for key in kwargs if kwargs[key] is not None):

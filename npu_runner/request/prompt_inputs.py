@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -130,28 +129,29 @@ class PromptInputs:
     `positions_3T`: int32 (3, T) temporal, height and width positions of M-RoPE models; None: 0..T-1.
     `position_delta`: position of token i after the prompt is i + position_delta.
     `thinking`: where it leaves a model that thinks; None: the answer is not split into reasoning and content.
-    `text`: the source of the token ids, an image or a video as one placeholder; None: token ids were given, or no
-    output needs it.
+    `text`: the source of the token ids, an image or a video as one placeholder; None: ids were given, or it is unused.
     """
 
     token_ids: list[int]
-    images: list[ImageInput] = field(default_factory=list)
-    spans: list[ImageSpan] = field(default_factory=list)
+    images: Sequence[ImageInput] = ()
+    spans: Sequence[ImageSpan] = ()
     positions_3T: np.ndarray | None = None
     position_delta: int = 0
     thinking: Thinking | None = None
     text: str | None = None
+    _token_array: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
-    @cached_property
+    @property
     def token_array(self) -> np.ndarray:
         """`token_ids` as int32 (T,), made when a scheduler first reads it."""
-        return np.array(self.token_ids, dtype=np.int32)
+        if self._token_array is None:  # a cached_property would make a dict for each prompt
+            object.__setattr__(self, "_token_array", np.array(self.token_ids, dtype=np.int32))
+        return self._token_array  # type: ignore[return-value]
 
     @property
     def pages(self) -> list[PageFacts]:
         """The pages that it shows, in its order."""
-        shown = (self.images[span.image_index].page for span in self.spans)
-        return [page for page in shown if page is not None]
+        return [page for span in self.spans if (page := self.images[span.image_index].page) is not None]
 
     def without_text(self) -> PromptInputs:
         return self if self.text is None else replace(self, text=None)

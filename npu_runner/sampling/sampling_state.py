@@ -154,8 +154,7 @@ class SamplingState:
         """Register a sequence as it stands after `output_token_ids`. Raises RequestError, the slot then free."""
         self.remove(slot)
         shared = self._slot_params(params)
-        rules = shared.rules
-        self._rules[slot] = rules
+        rules = self._rules[slot] = shared.rules
         if rules.bad_words is not None:
             self._watches[slot] = Watch(rules.bad_words, output_token_ids)
             self._last_watches = None
@@ -174,16 +173,17 @@ class SamplingState:
         self._newcomers[slot] = (prompt_token_ids, output_token_ids)
 
     def remove(self, slot: int) -> None:
-        self._features_S[slot] = 0
-        self._classes_S[slot] = GREEDY
-        self._is_biased_S[slot] = False
-        self._banned_until_S[slot] = 0
-        self._ngram_rules.pop(slot, None)
-        self._repeats_from_S[slot] = _NEVER
-        self._newcomers.pop(slot, None)
-        if self._watches.pop(slot, None) is not None:
-            self._last_watches = None
-        self._rules.pop(slot, None)
+        if slot in self._rules:
+            self._features_S[slot] = 0
+            self._classes_S[slot] = GREEDY
+            self._is_biased_S[slot] = False
+            self._banned_until_S[slot] = 0
+            self._ngram_rules.pop(slot, None)
+            self._repeats_from_S[slot] = _NEVER
+            self._newcomers.pop(slot, None)
+            if self._watches.pop(slot, None) is not None:
+                self._last_watches = None
+            del self._rules[slot]  # last: an interrupt may come between any two lines
 
     def _slot_params(self, params: SamplingParams) -> _SlotParams:
         """Made once for all rows with equal params that come one after the other. Raises RequestError."""

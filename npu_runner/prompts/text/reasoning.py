@@ -10,7 +10,7 @@ the tokens in front of the cut end, so nothing is decoded apart from its neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -46,8 +46,7 @@ def is_blank(token_id: int, tokenizer: Tokenizer) -> bool:
     return not tokenizer.decode([token_id], skip_special_tokens=False).strip()
 
 
-@dataclass(frozen=True)
-class SplitAnswer:
+class SplitAnswer(NamedTuple):
     """`reasoning`: None where the model did not think. The tags are in neither text and are not counted."""
 
     reasoning: str | None

@@ -222,8 +222,7 @@ class InlineReplica(Replica):
     def _finish(self, output: RequestOutput) -> None:
         name = output.request_id
         # Some completions of a returned request may have finished before.
-        is_aborted = any(completion.finish_reason == "abort" for completion in output.completions)
-        if is_aborted and name in self._returned:
+        if name in self._returned and any(completion.finish_reason == "abort" for completion in output.completions):
             self._returned.remove(name)
         else:
             self._conclude(self._in_flight.pop(name), output)
