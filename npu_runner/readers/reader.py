@@ -24,9 +24,9 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_lengt
 
 
 class _Strict(BaseModel):
-    """No conversions, no unknown fields."""
+    """No conversions, no unknown fields, and no warning of a field named model_... (pydantic before 2.10)."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class ModelMatch(_Strict):

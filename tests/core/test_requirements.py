@@ -6,11 +6,14 @@ Knows nothing of what the packages do; scripts/test_environments.sh runs the old
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[2]
 # Of these, `lowest` has what an image brings (torch), and what it may bring and nobody imports.
@@ -48,6 +51,27 @@ def test_what_ci_pins_is_within_the_ranges() -> None:
     for name, asked in ranges("dependencies").items():
         for each in pinned[name].specifier:
             assert each.version in asked.specifier, name
+
+
+def test_the_oldest_pydantic_warns_of_no_field() -> None:
+    """Before 2.10 it writes a warning of each field named model_... to standard error, at the import of its class."""
+    asked = re.compile(r"^class \w+\((?:BaseModel|\w*Body)\b", re.MULTILINE)
+    for path in (ROOT / "npu_runner").rglob("*.py"):
+        if asked.search(path.read_text()):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    found = list(subclasses(BaseModel))
+    assert len(found) > 20
+    warned = [each for each in found if any(name.startswith("model_") for name in each.model_fields)]
+    assert warned, "the readers have such a field"
+    assert all(each.model_config.get("protected_namespaces") == () for each in warned), warned
+
+
+def subclasses(base: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Ours, each of them."""
+    for each in base.__subclasses__():
+        if each.__module__.startswith("npu_runner."):
+            yield each
+        yield from subclasses(each)
 
 
 def test_an_ascend_image_is_asked_for_the_same() -> None:

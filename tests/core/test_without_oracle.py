@@ -86,6 +86,12 @@ def test_every_import_of_ours_is_seen() -> None:
             assert any(without_oracle.needs_oracle(path, name) for name in source.definitions), path
 
 
+def test_no_fixture_is_named_while_a_test_runs() -> None:
+    """Such a name is not followed: a test that needed transformers by it would be on the list."""
+    asks = "getfixture" "value"
+    assert not [path for path in (without_oracle.ROOT / "tests").rglob("*.py") if asks in path.read_text()]
+
+
 def test_the_list_holds_most_of_what_is_no_comparison_with_the_oracle() -> None:
     tests = without_oracle.ROOT / "tests"
     some = [tests / name for name in ("runner/test_token_masks.py", "oracle/test_rule_bounds.py",

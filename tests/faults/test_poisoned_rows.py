@@ -42,7 +42,8 @@ def write_input(folder: Path, model: Path, poisons: dict[int, str]) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     # Nobody else generates the poison.
     ban = {str(tokenizer.token_to_id(token)): -100 for token in FAULTS}
-    texts = [f"which {poisons.get(n, 'b')} colour" for n in range(NUM_ROWS)]
+    # The number keeps the space before the poison out of the prefix that rows share: the pair is computed in one step.
+    texts = [f"which {n} {poisons.get(n, 'b')} colour" for n in range(NUM_ROWS)]
     write_rows(folder / "in.jsonl", [
         row(f"r{n}", text, max_tokens=3 + n % 5, logit_bias=ban) for n, text in enumerate(texts)
     ])

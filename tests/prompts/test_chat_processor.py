@@ -258,9 +258,9 @@ def test_a_pickled_processor_is_read_again_from_the_same_files_or_not_at_all(tmp
     pickle.loads(pickled)
 
 
-@pytest.mark.parametrize("folder", ["qwen_folder", "llama_folder"])
+@pytest.mark.parametrize("family", ["qwen", "llama"])
 def test_all_files_that_a_processor_reads_are_compared(
-    folder: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    family: str, qwen_folder: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, read_text = [], Path.read_text
 
@@ -268,7 +268,7 @@ def test_all_files_that_a_processor_reads_are_compared(
         names.extend([path.name] * (path.parent == model))
         return read_text(path, **options)
 
-    model = request.getfixturevalue(folder)
+    model = {"qwen": qwen_folder, "llama": llama_folder}[family]
     monkeypatch.setattr(Path, "read_text", noted)
     ChatProcessor(str(model), ProcessorSettings(accepts_videos=True))
     assert {"config.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names) <= set(PROMPT_FILES)

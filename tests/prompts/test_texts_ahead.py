@@ -30,10 +30,9 @@ def random_texts(seed: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
-def test_tokens_are_those_of_transformers(family: str, request: pytest.FixtureRequest) -> None:
-    processor: ChatProcessor = request.getfixturevalue(family)
-    hf: Any = request.getfixturevalue(f"hf_{family}")
-    tokenizer = getattr(hf, "tokenizer", hf)
+def test_tokens_are_those_of_transformers(
+        family: str, qwen: ChatProcessor, llama: ChatProcessor, hf_qwen: Any, hf_llama: Any) -> None:
+    processor, tokenizer = {"qwen": (qwen, hf_qwen.tokenizer), "llama": (llama, hf_llama)}[family]
     images = (processor._vision.image_token or "<no image>", "<|video_pad|>")
     texts = [text for text in random_texts(1, 400) if not any(image in text for image in images)]
     assert len(texts) > 300
