@@ -261,11 +261,10 @@ def run_cases(host: Host, platform: str, source: str, asked: Any, seconds: float
         else:
             add(finding)
 
-    while not {each.case for each in findings}.issuperset(titles[-1]):
+    while (left := end - time.monotonic()) > 0 and not {each.case for each in findings}.issuperset(titles[-1]):
         num_before = len(findings)
         outcome = run_program(host, __name__, [platform, source, json.dumps(asked), json.dumps(only),
-                                               json.dumps([asdict(each) for each in findings])],
-                              max(0.0, end - time.monotonic()), on_report=hear)
+                                               json.dumps([asdict(each) for each in findings])], left, on_report=hear)
         if outcome.is_timeout:
             break
         if begun:
