@@ -12,7 +12,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,9 +117,9 @@ def start_child(module: str, *arguments: Any, tree: Path | None = None, **option
     those of Popen."""
     paths = [str(tree.resolve()) if tree else None, os.environ.get("PYTHONPATH"), str(ROOT)]
     environment = {**options.pop("env", os.environ), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # Its working directory holds no npu_runner.
+    # Its working directory is searched first: it holds no npu_runner, and, unlike /tmp, no file of anybody.
     return subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
-                            cwd=tempfile.gettempdir(), env=environment, **options)
+                            cwd="/", env=environment, **options)
 
 
 def run_child(module: str, *arguments: Any, tree: Path | None = None) -> Any:

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from bench.common import ROOT, SHAPES_VL
+from bench.common import ROOT, SHAPES_VL, start_child
 from bench.profiler import idle_share
 from bench.work import SIZES, write_images
 
@@ -67,3 +68,11 @@ def test_questions_have_the_tokens_that_they_are_said_to_have(tmp_path: Path) ->
     for row in rows:
         text = json.loads(row)["body"]["messages"][0]["content"][1]["text"]
         assert len(tokenizer.encode(text, add_special_tokens=False).ids) == 32
+
+
+def test_a_child_imports_no_file_of_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calendar.py").write_text("raise SystemExit('a file of somebody else')")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with start_child("calendar", "2026") as child:
+        assert "November" in child.communicate()[0]
