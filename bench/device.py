@@ -22,7 +22,7 @@ for --kernels: it is slower by a few per cent, so no other figure comes from it.
 --model, --checkpoint, --quantization, --kv-cache-dtype, --generic and --mtp change (a), (b) and (g). With --mtp every
 row has drafts of the model's head in every step, and none is accepted: what a step with drafts costs.
 Every measurement has a process of its own. `--sizes tiny --platform cpu` shows in a minute that the program works; its
-figures mean nothing. `--sizes host --platform cpu --part decode --no-peer` shows what a decode step costs the host,
+figures mean nothing. `--sizes host --platform cpu --part decode --peer` shows what a decode step costs the host,
 whatever the model.
 """
 
@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("--sizes", choices=tuple(SIZES), default="real")
     parser.add_argument("--part", choices=(*TITLES, *FAMILIES, *BY_NAME), action="append",
                         help="may be repeated; moe and hybrid mean all of theirs; default: (a) to (f)")
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers and vLLM out")
+    parser.add_argument("--peer", nargs="*", choices=(TRANSFORMERS, VLLM), default=[TRANSFORMERS, VLLM],
+                        help="those beside ours; without a name none; default: both")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of the profiled run")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -97,9 +98,9 @@ def sides(part: str, arguments: argparse.Namespace) -> list[str]:
     """The sides that can be measured."""
     wanted = [OURS] if part == "structured" else [OURS, PROFILED]
     wanted += [AGAINST] if arguments.against else []
-    if not arguments.no_peer and part not in BY_NAME:
-        wanted += [] if is_images(part) else [TRANSFORMERS]
-        wanted += [VLLM] if peers.has_vllm(arguments.platform) else []
+    if part not in BY_NAME:
+        can = {TRANSFORMERS: not is_images(part), VLLM: peers.has_vllm(arguments.platform)}
+        wanted += [peer for peer in arguments.peer if can[peer]]
     return wanted
 
 

@@ -125,7 +125,7 @@ if [ -n "$quick" ]; then
     job=(--max-num-seqs 4 --max-model-len 512)
     replay=(--size tiny --repeats 1)
     compare=(--size tiny --repeats 1 --only decode_attention)
-    figures+=(--sizes tiny --graph-mode eager --part decode --repeats 1 --no-peer)
+    figures+=(--sizes tiny --graph-mode eager --part decode --repeats 1 --peer)
 fi
 
 batch() {

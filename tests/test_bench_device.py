@@ -21,7 +21,7 @@ from bench.work import SIZES, write_images
 @pytest.mark.full("every part of a benchmark, a process each; nothing that serves depends on it")
 def test_every_part_of_ours_at_tiny_sizes() -> None:
     command = [sys.executable, "-m", "bench.device", "--platform", "cpu", "--sizes", "tiny",
-               "--dtype", "float32", "--repeats", "1", "--no-peer"]
+               "--dtype", "float32", "--repeats", "1", "--peer"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]

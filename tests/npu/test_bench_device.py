@@ -16,7 +16,7 @@ from tests.cann.environment import has_real_cann, installed_wheel, run_python
 
 def run_bench(*arguments: str, **emulation: Any) -> tuple[str, dict[str, Any]]:
     """(the table, the results of the JSON line)."""
-    done = run_python(["-m", "bench.device", "--platform", "npu", "--sizes", "tiny", "--repeats", "1", "--no-peer",
+    done = run_python(["-m", "bench.device", "--platform", "npu", "--sizes", "tiny", "--repeats", "1", "--peer",
                        *arguments], timeout=900, **emulation)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
