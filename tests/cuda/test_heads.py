@@ -152,6 +152,20 @@ def test_a_cache_in_fp8_holds_what_was_divided_by_its_scales(device: torch.devic
         assert torch.equal(other.cpu().view(torch.uint8).flatten(0, 1)[places], rounded)
 
 
+def test_the_head_of_a_rank_has_no_neighbour_that_its_stride_leads_to(device: torch.device) -> None:
+    """A network of transformers leaves keys as (heads, tokens, dims): with one head it is the same memory."""
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
+
+    backend = TritonAttention(num_heads=2, num_kv_heads=1, head_dim=16, block_size=4, dtype=torch.float32)
+    k_TKH, v_TKH = torch.randn(2, 1, 6, 16, device=device).transpose(1, 2)
+    assert k_TKH.stride(1) == 6 * 16
+    k_cache, v_cache = torch.zeros(2, 3, 4, 1, 16, device=device)
+    backend.write_kv(k_TKH, v_TKH, k_cache, v_cache, torch.arange(4, 10, dtype=torch.int32, device=device))
+    for x_TKH, cache in ((k_TKH, k_cache), (v_TKH, v_cache)):
+        assert torch.equal(cache.flatten(0, 1)[4:10], x_TKH)
+        assert not cache.flatten(0, 1)[:4].any()
+
+
 def test_more_rows_than_a_program_has(device: torch.device) -> None:
     assert_equals_definition(device, Work(75, (3, 1), (64, 64), torch.bfloat16, norm="float32"))
 

@@ -85,7 +85,7 @@ def test_two_ranks_with_graphs_equal_one_without(checkpoint: Any, platform_name:
 
     def run(**settings: Any) -> list[list[int]]:
         with LLM(path, platform=platform_name, **settings, **{**SMALL, "max_num_seqs": 4}) as llm:
-            graphs = llm.engine.info.graphs
+            graphs = llm.engine.info.graphs.partition("; prefills")[0]
             assert graphs == ("4" if "graph_mode" in settings else "eager")
             return [output.token_ids for output in llm.generate(text_prompts(llm), greedy())]
 

@@ -162,7 +162,7 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
         width = self.num_kv_heads * self.head_dim
-        assert k_TKH.stride(1) == v_TKH.stride(1) == self.head_dim, "heads of one token lie together"
+        assert all(x.shape[1] == 1 or x.stride(1) == self.head_dim for x in (k_TKH, v_TKH)), "heads lie together"
         kernels.write_kv[(k_TKH.shape[0],)](
             k_TKH, v_TKH, k_cache, v_cache, slot_mapping_T, self._scales_or(k_TKH), k_TKH.stride(0), v_TKH.stride(0),
             width, BLOCK=triton.next_power_of_2(width), IS_SCALED=self.kv_scales is not None, num_warps=4,

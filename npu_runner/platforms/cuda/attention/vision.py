@@ -63,7 +63,7 @@ def image_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, plan: VisionPla
                     tile: AttentionTile, *, is_split: bool = False) -> Tensor:
     """Full attention within each image, (T, N, H); heads of one token lie together. `is_split`: see `SplitHeads`."""
     num_heads, head_dim = q_TNH.shape[1:]
-    assert all(x.stride()[1:] == (head_dim, 1) for x in (q_TNH, k_TNH, v_TNH)), "heads of one token lie together"
+    assert all(x.stride(2) == 1 and (num_heads == 1 or x.stride(1) == head_dim) for x in (q_TNH, k_TNH, v_TNH))
     longest = max(plan.lengths)
     assert longest * max(x.stride(0) for x in (q_TNH, k_TNH, v_TNH)) < 2**31, "places within an image fit into 32 bits"
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
