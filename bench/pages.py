@@ -1,11 +1,11 @@
 """Pages per second: `npu-runner read`, from PDFs to Markdown, beside vLLM with images that were rendered beforehand.
 
 Models have the shapes of two page readers, and random weights. Half of the pages are scans. An answer has a fixed
-number of tokens, which both engines make into text. Time counts from a model that is ready to the last Markdown file;
-pages prepared while it loads are added, as if the device had waited. vLLM's time is that of LLM.chat alone. Shares are
-of the time that the job serves; the tower's is measured by events on the device. A profiled run of fewer pages gives
-the share of the time that the device idles. No draft of a random MTP head is accepted: the sides with -mtp show what
-drafts cost until their rows pause them.
+number of tokens, which both engines make into text. Time counts from a model that is ready to the last Markdown file.
+The time that rows took before it, and that of the pages prepared while it loads, is added, as if the device had waited.
+vLLM's time is that of LLM.chat alone. Shares are of the time that the job serves; the tower's is measured by events on
+the device. A profiled run of fewer pages gives the share of the time that the device idles. No draft of a random MTP
+head is accepted: the sides with -mtp show what drafts cost until their rows pause them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.reports import report as _report  # noqa: F401 - imported here, since imports belong to the start
 from npu_runner.runner.images import ImageEncoder
 from npu_runner.serving.options import PreprocessingOptions
-from npu_runner.tables import make_rows, make_table  # noqa: F401
+from npu_runner.serving.replicas.fleet import Fleet
+from npu_runner.tables import make_rows, make_table
 
 SIDES = ("npu_runner", "npu_runner-mtp", "profiled", "vllm", "vllm-mtp")
 _MAX_MODEL_LEN, _MOST_TEXT_TOKENS = 8192, 64
@@ -124,6 +125,20 @@ def time_tower(platform: str) -> Callable[[], float]:
                        for encoder, begin, end in spans if encoder is spans[-1][0])
 
 
+def take_times(owner: Any, name: str) -> list[tuple[float, float]]:
+    """(begin, end) of each later call of this function, in seconds."""
+    call, spans = getattr(owner, name), list[tuple[float, float]]()
+
+    def taken(*arguments: Any, **keywords: Any) -> Any:
+        began = time.perf_counter()
+        found = call(*arguments, **keywords)
+        spans.append((began, time.perf_counter()))
+        return found
+
+    setattr(owner, name, taken)
+    return spans
+
+
 def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run of the command."""
     settings: dict[str, Any] = {"load_format": "dummy", "platform": arguments.platform, "dtype": arguments.dtype,
@@ -134,12 +149,11 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
     flags = {"model": folder / shape.model, "reader": folder / "reader.json", "progress": "off", **settings}
     words = [word for key, value in (flags | ({"sample": sample} if sample else {})).items() for word in (
         f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value))]
-    tower_seconds = time_tower(arguments.platform)
+    tower_seconds, rows_made = time_tower(arguments.platform), take_times(make_rows, "make_rows")
+    was_ready, results_written = take_times(Fleet, "serve"), take_times(make_table, "make_table")
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        started = time.perf_counter()
         with device_profile(arguments.platform) if sample else nullcontext() as profile:
             status = cli.main(["read", str(folder / "documents"), "-o", name, *words])
-        total = time.perf_counter() - started
         assert status == 0, f"read ended with {status}"
         output = Path(name, f"sample-{sample}" if sample else "")
         summary = json.loads((output / "summary.json").read_text())
@@ -152,11 +166,13 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
     workers = PreprocessingOptions().num_workers(common.num_cores())
     shares = {"tower": tower_seconds(), "rest of prefills": seconds["prefill"] - tower_seconds(),
               "decode": seconds["decode"], "waiting for pages": seconds["preprocessing_wait"]}
+    rows_seconds, results_seconds = (end - began for (began, end) in (*rows_made, *results_written))
+    total = results_written[0][1] - was_ready[0][0] + rows_seconds + prepare_seconds / workers
     return {**(profile.report(seconds["serve"]) if profile else {}),
-            "pages_per_second": [num_pages / (total - seconds["start"] + prepare_seconds / workers)],
+            "pages_per_second": [num_pages / total],
             "prompt_tokens": tokens["prompt"] / num_pages, "tokens": tokens, "workers": workers,
             "page_seconds": prepare_seconds / num_prepared, "num_prepared": num_prepared,
-            "seconds": {**seconds, "rows_and_markdown": total - seconds["start"] - seconds["serve"]},
+            "seconds": {**seconds, "rows": rows_seconds, "results": results_seconds, "total": total},
             "shares": {part: value / seconds["serve"] for part, value in shares.items()}}
 
 
@@ -202,7 +218,8 @@ def report(name: str, results: dict[str, list[Any]], num_pages: int) -> Iterator
         if "shares" in first:
             drafts = {key: count for key, count in first["tokens"].items() if key.startswith("draft_")}
             yield ("        serving: " + ", ".join(f"{part} {share:.1%}" for part, share in first["shares"].items()) +
-                   f"; {first['seconds']['rows_and_markdown']:.1f} s for rows and Markdown; rendering "
+                   f"; {first['seconds']['rows']:.1f} s for rows, {first['seconds']['results']:.1f} s for results of "
+                   f"{first['seconds']['total']:.1f} s; rendering "
                    f"{1e3 * first['page_seconds']:.0f} ms a page of a core, {first['workers']} workers"
                    f"{f'; {drafts}' if drafts else ''}")
         if side == "profiled":
