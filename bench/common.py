@@ -126,6 +126,8 @@ def run_child(module: str, *arguments: Any, tree: Path | None = None) -> Any:
     """The child's last line, from JSON; None if it failed."""
     with start_child(module, *arguments, tree=tree) as child:
         text, _ = child.communicate()
+    if child.returncode:
+        sys.stderr.write(text[-8000:])  # where vLLM's engine says why it ended
     lines = text.splitlines()
     return json.loads(lines[-1]) if child.returncode == 0 and lines else None
 
