@@ -96,15 +96,15 @@ def main() -> None:
     parser = common.make_parser(__doc__, repeats=3, platform="cuda", compares_trees=True)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--tiny", action="store_true", help="small models, and 16 rows")
-    parser.add_argument("--no-peer", action="store_true", help="leave vLLM out")
+    parser.add_argument("--peer", nargs="*", choices=(VLLM,), default=[VLLM], help="without a name: none")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         name, side = arguments.measure
         print(json.dumps(measure(CASES[name], side, arguments)))
         return
-    is_beside = peers.has_vllm(arguments.platform) and not arguments.no_peer
-    sides = [OURS, *([AGAINST] if arguments.against else []), *([VLLM] if is_beside else [])]
+    beside = arguments.peer if peers.has_vllm(arguments.platform) else []
+    sides = [OURS, *([AGAINST] if arguments.against else []), *beside]
     results: dict[str, dict[str, Any]] = {name: {} for name in arguments.case}
     for name, side in ((name, side) for name in arguments.case for side in sides):
         tree = arguments.against if side == AGAINST else None

@@ -123,7 +123,7 @@ def start_child(module: str, *arguments: Any, tree: Path | None = None, **option
 
 
 def run_child(module: str, *arguments: Any, tree: Path | None = None) -> Any:
-    """The child's last line, from JSON; None if it failed."""
+    """The child's last line, from JSON; None if it failed, after its last output on standard error."""
     with start_child(module, *arguments, tree=tree) as child:
         text, _ = child.communicate()
     if child.returncode:

@@ -154,7 +154,8 @@ def open_vllm(path: Path, settings: dict[str, Any], max_model_len: int = _MAX_MO
     """vLLM's LLM with random weights and its own defaults. No prefix of a repeat may come out of its cache."""
     from vllm import LLM
 
-    if torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is None:  # it would take it unasked
+    # On Hopper vLLM takes FlashInfer's delta rule, installed or not, and its first prefill fails.
+    if torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is None:
         more["additional_config"] = {"gdn_prefill_backend": "triton"}
     return LLM(str(path), load_format="dummy", dtype=settings["dtype"], max_model_len=max_model_len, seed=0,
                enable_prefix_caching=False, model_impl=settings.get("model_impl", "auto"), **more)

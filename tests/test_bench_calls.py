@@ -42,7 +42,7 @@ def test_a_side_that_failed_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.full("a process for each case; nothing that serves depends on it")
 def test_every_case_at_tiny_sizes() -> None:
-    command = [sys.executable, "-m", "bench.calls", "--platform", "cpu", "--tiny", "--repeats", "1", "--no-peer"]
+    command = [sys.executable, "-m", "bench.calls", "--platform", "cpu", "--tiny", "--repeats", "1", "--peer"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]

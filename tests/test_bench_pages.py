@@ -43,6 +43,8 @@ def test_read_at_tiny_sizes_with_and_without_drafts() -> None:
         assert run["pages_per_second"][0] > 0
         assert all(share > 0 for share in run["shares"].values()), run["shares"]
         assert sum(run["shares"].values()) <= 1
+        seconds = run["seconds"]
+        assert seconds["total"] > seconds["rows"] + seconds["serve"] + seconds["results"]
     assert found["npu_runner-mtp"][0]["tokens"]["draft_proposed"] > 0
 
 
