@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,6 +95,22 @@ class GraphCompiler(Contract, ABC):
 
 class GraphResourceError(Exception):
     """The device cannot hold one more graph; what was captured stays usable."""
+
+
+class GraphCaptureError(RuntimeError):
+    """An operation cannot be captured. Nothing runs during a capture, so no rank waits for another."""
+
+
+@contextmanager
+def capture_errors() -> Iterator[None]:
+    """Around a whole capture: raises GraphCaptureError with the text of the first error, and what ran out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = error.__context__ or error  # the end of a capture hides what ended it
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
+        raise GraphCaptureError(str(first)) from error
 
 
 class InductorCompiler(GraphCompiler):

@@ -26,7 +26,7 @@ import npu_runner
 from npu_runner.checkpoint.model_config import ModelConfig
 from npu_runner.core.batch import ScheduledBatch
 from npu_runner.errors import ConfigError
-from npu_runner.platforms.graphs import GraphCompiler, GraphResourceError, GraphSettings, Recorder
+from npu_runner.platforms.graphs import GraphCaptureError, GraphCompiler, GraphResourceError, GraphSettings, Recorder
 from npu_runner.platforms.step_inputs import AttentionMetadata, PromptEnds, StepInputs
 from npu_runner.runner.buckets import Bucket, DecodeBuckets, Forwards, bucket_sizes
 from npu_runner.runner.dummy import dummy_decode, dummy_drafts, dummy_prefill
@@ -228,12 +228,12 @@ def _why_no_graph(parts: DecodeParts, make: Callable[[], object]) -> str | None:
     except GraphResourceError as full:
         return str(full)
     except (RuntimeError, MemoryError) as error:
-        # With several ranks it may have run out between two collectives, where the others wait.
-        may_pass = parts.compares_new or parts.steps.platform.memory.is_out_of_memory(error)
-        if parts.steps.tp.size > 1 or not may_pass:
+        is_full = parts.steps.platform.memory.is_out_of_memory(error)
+        # Other ranks may wait in a collective, but an operation that cannot be captured fails on all of them.
+        others_wait = parts.steps.tp.size > 1 and (is_full or not isinstance(error, GraphCaptureError))
+        if others_wait or not (parts.compares_new or is_full):
             raise
-        # An error at the end of a capture hides the one that ended it.
-        return str(error.__context__ or error).strip().partition("\n")[0]
+        return str(error).strip().partition("\n")[0]
     return None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from npu_runner.platforms.graphs import GraphCaptureError
+
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
@@ -49,3 +51,13 @@ def test_a_capture_that_fails_says_why_and_others_go_on(gpu: torch.device) -> No
     sums_B.zero_()
     replay()
     assert sums_B.tolist() == [1.0] * 4
+
+
+def test_what_cannot_be_captured_is_named(gpu: torch.device) -> None:
+    """By the error of the operation, not by that of the capture's end."""
+    from npu_runner.platforms.cuda.graphs import CudaGraphCompiler
+
+    compiler = CudaGraphCompiler(with_inductor=False)
+    sums_B = torch.zeros(4, device=gpu)
+    with pytest.raises(GraphCaptureError, match="Cannot copy between CPU and CUDA tensors during CUDA graph capture"):
+        compiler.recorder()(lambda: sums_B.add_(1).cpu())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cann.environment import has_real_cann, run_python
+from tests.oracle.foreign_checkpoints import make_foreign_checkpoint
 
 pytestmark = pytest.mark.npu
 emulated = pytest.mark.skipif(has_real_cann(), reason="only the emulated CANN fails on demand")
@@ -53,6 +54,15 @@ def test_a_rank_that_fails_while_compiling_says_so(checkpoint: Any, tmp_path: Pa
     end = end_of_a_job(checkpoint("qwen3"), "none", tmp_path, *settings, fail="aclmdlRICaptureEnd:4:507899")
     assert "failed while compiling bucket 2" in end["message"]
     assert "507899" in end["message"]
+
+
+@emulated
+@pytest.mark.full("two ranks capture; one rank that cannot stays in tests/oracle/test_generic_graphs.py")
+def test_ranks_of_a_transformers_model_that_cannot_capture_run_eagerly(tmp_path: Path) -> None:
+    """All of them do: a capture runs nothing, so none waits in a collective."""
+    path = make_foreign_checkpoint(tmp_path / "model", "gemma")
+    end = end_of_a_job(path, "none", tmp_path, "graph_batch_sizes=(2, 4)", fail="aclmdlRICaptureBegin:1+:507899")
+    assert (end["message"], end["graphs"]) == ("", "none")
 
 
 # Two captures for each bucket, the larger bucket first: the smaller one's find no streams.

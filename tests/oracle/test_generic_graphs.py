@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from npu_runner import LLM
 from npu_runner.errors import ConfigError
 from npu_runner.platforms.cpu.platform import CpuPlatform
 from npu_runner.platforms.facts import AttentionFacts
-from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, Recorder
+from npu_runner.platforms.graphs import DecodeForward, GraphCaptureError, GraphCompiler, Recorder, capture_errors
 from npu_runner.runner.prefill_graphs import RecordedPrefill
 from tests.full_set import only_full
 from tests.oracle.foreign_checkpoints import make_foreign_checkpoint, write_config_alone
@@ -102,6 +103,17 @@ def test_a_capture_that_fails_is_named(tmp_path: Path, graphs_of: Any) -> None:
     path = make_foreign_checkpoint(tmp_path, "gemma")
     with pytest.raises(ConfigError, match="operation not permitted when stream is capturing; leave it at auto"):
         LLM(path, platform="cpu", **ASKED, **SMALL)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(RuntimeError, GraphCaptureError),
+                                              (torch.OutOfMemoryError, torch.OutOfMemoryError)])
+def test_the_error_that_ended_a_capture_is_named(kind: type[Exception], passes: type[Exception]) -> None:
+    """Not that of the capture's end, which hides it."""
+    with pytest.raises(passes, match="of an operation"), capture_errors():
+        try:
+            raise kind("of an operation")
+        finally:
+            raise RuntimeError("of the end")
 
 
 def test_prefills_that_answer_otherwise_are_not_recorded(tmp_path: Path, graphs_of: Any,

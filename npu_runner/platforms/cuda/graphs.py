@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, Recorder, own_code
+from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, Recorder, capture_errors, own_code
 from npu_runner.platforms.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class CudaGraphCompiler(GraphCompiler):
         while memory was measured; pinning it again would delay them."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), capture_errors():
             graph.capture_begin(pool=self._pool)
             try:
                 return run()

@@ -23,8 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from npu_runner.platforms.graphs import DecodeForward, GraphCompiler, GraphResourceError, forget, own_code
+from npu_runner.platforms.graphs import (
+    DecodeForward,
+    GraphCaptureError,
+    GraphCompiler,
+    GraphResourceError,
+    capture_errors,
+    forget,
+    own_code,
+)
 from npu_runner.platforms.npu import torchair
 from npu_runner.platforms.npu.attention import DeviceLengths, NpuAttention
 from npu_runner.platforms.npu.preflight.errors import NEWER_DRIVER
@@ -274,6 +283,20 @@ class ResourceErrors:
                 raise GraphResourceError(text.strip().partition("\n")[0] + old_driver) from error
 
 
+@contextlib.contextmanager
+def _capture(graph: Any, pool: Any) -> Iterator[None]:
+    """torch.npu.graph; it alone would leave its stream and its dispatch mode on where a capture cannot begin or end."""
+    stream, mode = torch.npu.current_stream(), graph.graph_dispatch_mode
+    try:
+        with capture_errors(), torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
+            yield
+    except GraphCaptureError:
+        if _get_current_dispatch_mode() is mode:
+            mode.__exit__(None, None, None)
+        torch.npu.set_stream(stream)
+        raise
+
+
 class RecordedGraphCompiler(GraphCompiler):
     """One recorded graph per bucket, all in one memory pool."""
 
@@ -336,7 +359,7 @@ class _RecordedGraph:
             self._forward(inputs, plan)  # kernels are loaded and communicators made outside of the graph
             torch.npu.synchronize()
             graph = torch.npu.NPUGraph()
-            with torch.npu.graph(graph, pool=self._pool, auto_dispatch_capture=True):
+            with _capture(graph, self._pool):
                 self._calls.clear()
                 self._logits_BV = self._forward(inputs, plan)
             torch.npu.synchronize()
