@@ -8,6 +8,7 @@ from torch import Tensor
 
 from npu_runner.platforms.ops import HeadNorms, TorchOps, rotate_leading
 from tests.cuda.paged_work import need_fp8
+from tests.oracle.attention_reference import within_each
 
 # T tokens, N query heads, K kv heads, H head dim, R dims that turn
 
@@ -164,6 +165,16 @@ def test_the_head_of_a_rank_has_no_neighbour_that_its_stride_leads_to(device: to
     for x_TKH, cache in ((k_TKH, k_cache), (v_TKH, v_cache)):
         assert torch.equal(cache.flatten(0, 1)[4:10], x_TKH)
         assert not cache.flatten(0, 1)[:4].any()
+
+
+def test_one_head_of_a_tower_has_no_neighbour_either(device: torch.device) -> None:
+    from npu_runner.platforms.cuda.attention.backend import TritonAttention
+
+    lengths = [4, 2]
+    backend = TritonAttention(num_heads=1, num_kv_heads=1, head_dim=16, block_size=4, dtype=torch.float32)
+    qkv = torch.randn(3, 1, 6, 16, device=device).transpose(1, 2).unbind()
+    out_TNH = backend.vision(*qkv, backend.plan_vision(lengths, device), 0.25)
+    torch.testing.assert_close(out_TNH.cpu().double(), within_each(*qkv, lengths), rtol=1e-5, atol=1e-5)
 
 
 def test_more_rows_than_a_program_has(device: torch.device) -> None:

@@ -109,11 +109,14 @@ def test_a_capture_that_fails_is_named(tmp_path: Path, graphs_of: Any) -> None:
                                               (torch.OutOfMemoryError, torch.OutOfMemoryError)])
 def test_the_error_that_ended_a_capture_is_named(kind: type[Exception], passes: type[Exception]) -> None:
     """Not that of the capture's end, which hides it."""
-    with pytest.raises(passes, match="of an operation"), capture_errors():
+    def fail_twice() -> None:
         try:
             raise kind("of an operation")
         finally:
             raise RuntimeError("of the end")
+
+    with pytest.raises(passes, match="of an operation"), capture_errors():
+        fail_twice()
 
 
 def test_prefills_that_answer_otherwise_are_not_recorded(tmp_path: Path, graphs_of: Any,
