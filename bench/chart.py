@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = ("workload", "unit", "npu_runner", "peer", "peer's figure", "times as fast", "machine", "commit", "command")
 _TIMES = ("s", "ms")
 _ENGINES = ("transformers", "vLLM")
-_WIDTH, _LABELS, _FIGURES, _ROW, _HEAD = 1160, 385, 530, 34, 62
+_WIDTH, _LEFT, _FIGURES, _ROW, _HEAD = 1000, 12, 600, 42, 62
 _OURS, _LINE, _TEXT = "#1f6feb", "#cf222e", "#1f2328"
 
 
@@ -52,7 +52,7 @@ def read_table(page: str) -> list[Figure]:
 
 def _figure(cells: dict[str, str]) -> Figure:
     peer_value = _number(cells["peer's figure"]) if cells["peer"] else None
-    return Figure(workload=cells["workload"], unit=cells["unit"], value=_number(cells["npu_runner"]),
+    return Figure(workload=cells["workload"].replace("`", ""), unit=cells["unit"], value=_number(cells["npu_runner"]),
                   peer=cells["peer"].replace("`", ""), peer_value=peer_value, stated_ratio=cells["times as fast"],
                   machine=cells["machine"])
 
@@ -64,32 +64,32 @@ def _number(cell: str) -> float:
 def draw(figures: Sequence[Figure]) -> str:
     """The chart as SVG text, which is the same for the same figures."""
     bars = [figure for figure in figures if figure.peer.startswith(_ENGINES)]
-    scale = (_WIDTH - _LABELS - _FIGURES) / max(figure.ratio for figure in bars)
+    scale = (_WIDTH - _LEFT - _FIGURES) / max(figure.ratio for figure in bars)
     height = _HEAD + _ROW * len(bars) + 12
-    even = _LABELS + scale
+    even = _LEFT + scale
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
         f'font-family="sans-serif" font-size="13" fill="{_TEXT}">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         '<text x="12" y="24" font-size="16" font-weight="bold">npu_runner beside other engines: times as fast</text>',
         f'<text x="{even:.1f}" y="{_HEAD - 10}" text-anchor="middle" fill="{_LINE}">as fast (1.0)</text>',
-        *(line for number, figure in enumerate(bars) for line in _bar(figure, _HEAD + _ROW * number, scale)),
         f'<line x1="{even:.1f}" x2="{even:.1f}" y1="{_HEAD - 4}" y2="{height - 12}" stroke="{_LINE}" '
         'stroke-dasharray="4 3"/>',
+        *(line for number, figure in enumerate(bars) for line in _bar(figure, _HEAD + _ROW * number, scale)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
 def _bar(figure: Figure, top: int, scale: float) -> list[str]:
+    """The workload stands above its bar, and the figures beside that."""
     width = figure.ratio * scale
-    middle = top + _ROW / 2 + 4
     detail = (f"{figure.ratio:.2f} on {figure.machine}: {figure.value:,g} against {figure.peer_value:,g} "
               f"{figure.unit}, {figure.peer}")
     return [
-        f'<text x="{_LABELS - 10}" y="{middle}" text-anchor="end">{escape(figure.workload)}</text>',
-        f'<rect class="bar" x="{_LABELS}" y="{top + 6}" width="{width:.1f}" height="{_ROW - 12}" fill="{_OURS}"/>',
-        f'<text x="{_LABELS + width + 8:.1f}" y="{middle}" font-size="11">{escape(detail)}</text>',
+        f'<text x="{_LEFT}" y="{top + 15}">{escape(figure.workload)}</text>',
+        f'<rect class="bar" x="{_LEFT}" y="{top + 20}" width="{width:.1f}" height="{_ROW - 26}" fill="{_OURS}"/>',
+        f'<text x="{_LEFT + width + 8:.1f}" y="{top + 33}" font-size="11">{escape(detail)}</text>',
     ]
 
 
