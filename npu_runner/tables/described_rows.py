@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,11 +20,12 @@ from npu_runner.batch.files.place import Named, Place
 from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.document_files import document_version
-from npu_runner.tables.document_pages import OpenedDocument, PageRanges, open_file
+from npu_runner.tables.document_pages import OpenedDocument, PageRanges, is_tiff, open_file
 from npu_runner.tables.page_answers import PageRow
 from npu_runner.tables.places import find_outputs
 from npu_runner.tables.sources import Source
 
+_VERSION = re.compile("[0-9a-f]{32}")
 _ANEW = "make all rows anew, without --append (read: --overwrite, or another folder)"
 
 
@@ -68,6 +70,10 @@ class DescribedRows:
         """The lines of documents of rows that are there, by name."""
         self._num_rows: dict[str, int] = {}
         """The numbers of their rows."""
+        self._images: dict[str, bytes] = {}
+        """The versions of images of rows that are there, as far as rows have them, by name."""
+        self._tiffs: set[str] = set()
+        """The names of those that may have pages now."""
         self._seen: set[str] = set()
         self._entered = contextlib.ExitStack()
         self._lines: BinaryIO | None = None
@@ -110,11 +116,19 @@ class DescribedRows:
                     raise ConfigError(f"rows {str(self._rows)!r}, line {number}: {error.message}; {_ANEW}") from error
                 if (name := PageRow.from_request(request).document) in missing:
                     missing[name] -= 1
+                else:
+                    self._record_image(name, request)
                 yield str(request.get("custom_id")), line
         if lacking := next((each for each, count in missing.items() if count), None):
             made = self._num_rows[lacking]
             raise ConfigError(f"rows {str(self._rows)!r}: have {made - missing[lacking]} of the {made} rows of "
                               f"{lacking!r}; put the file back, or {_ANEW}")
+
+    def _record_image(self, name: str, request: Mapping[str, Any]) -> None:
+        if is_tiff(name) and request.get("custom_id") == name:
+            self._tiffs.add(name)
+        if (version := _version_of_image(request)) is not None:
+            self._images[name] = version
 
     def unread_line(self) -> str:
         """The pages that --pages leaves out, in words; empty where there are none."""
@@ -123,20 +137,30 @@ class DescribedRows:
 
     @property
     def gone(self) -> list[str]:
-        """The documents of earlier rows that are not there any more."""
-        return [name for name in self._earlier if name not in self._seen]
+        """The documents and images of earlier rows that are not there any more."""
+        return [name for names in (self._earlier, self._images) for name in names if name not in self._seen]
 
     def has(self, source: Source, name: str) -> bool:
-        """Whether earlier rows have this document. Raises ConfigError where it has changed since."""
-        known = self._earlier.get(name)
-        if known is None:
+        """Whether earlier rows have this document; images are found by their rows. Raises ConfigError where the file
+        has changed since."""
+        known, image = self._earlier.get(name), self._images.get(name)
+        version = image.hex() if image is not None else None if known is None else known["version"]
+        if known is None and image is None:
             return False
         self._seen.add(name)
         with clear_file_errors(f"source {name!r}"), open_file(source.path) as file:
-            if known["version"] is not None and known["version"] != document_version(file):
-                raise ConfigError(f"document {name!r}: has changed since its rows were made, which are kept; put the "
-                                  f"earlier version back, give the new one another name, or {_ANEW}")
-        return True
+            if version is not None and version != document_version(file):
+                raise self._changed(name)
+        return known is not None
+
+    def refuse_grown_image(self, name: str) -> None:
+        """Raises ConfigError where earlier rows have this document of several pages as one image."""
+        if name in self._tiffs:
+            raise self._changed(name)
+
+    def _changed(self, name: str) -> ConfigError:
+        return ConfigError(f"document {name!r}: has changed since its rows were made, which are kept; put the earlier "
+                           f"version back, give the new one another name, or {_ANEW}")
 
     def refuse_other_folder(self, *, has_earlier_images: bool) -> None:
         """Raises ConfigError where the sources have another root, and no document or image of earlier rows."""
@@ -174,3 +198,17 @@ class DescribedRows:
             self._lines = self._entered.enter_context(replacing(self._path))
             documents = (asdict(self._head), *self._earlier.values(), *documents)
         self._lines.writelines(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in documents)
+
+
+def _version_of_image(request: Mapping[str, Any]) -> bytes | None:
+    """Of the first image of a chat that has one."""
+    body = request.get("body")
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            image = part.get("image_url") if isinstance(part, dict) else None
+            version = image.get("version") if isinstance(image, dict) else None
+            if isinstance(version, str) and _VERSION.fullmatch(version):
+                return bytes.fromhex(version)
+    return None

@@ -117,6 +117,15 @@ def open_file(path: str) -> BinaryIO:
     return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
+def file_version(path: str) -> str | None:
+    """`document_version` of a regular file; None of anything else, and of one that cannot be read."""
+    try:
+        with open_file(path) as file:
+            return document_version(file) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except OSError:
+        return None
+
+
 class Documents:
     """Opens the documents of the sources ahead of their use, in the order of the sources."""
 
@@ -166,4 +175,9 @@ class Documents:
 
 
 def _may_have_pages(source: Source) -> bool:
-    return source.kind == DOCUMENT or (source.kind == IMAGE and source.path.lower().endswith(_TIFF))
+    return source.kind == DOCUMENT or (source.kind == IMAGE and is_tiff(source.path))
+
+
+def is_tiff(path: str) -> bool:
+    """By the suffix."""
+    return path.lower().endswith(_TIFF)

@@ -82,10 +82,11 @@ class MadeRows:
         if errors := described.errors:
             codes = ", ".join(f"{count} {code}" for code, count in Counter(errors.values()).most_common(_MOST_KINDS))
             yield (f"broken    {_counted(len(errors), 'document')} did not open ({codes}), as {next(iter(errors))!r}: "
-                   "each has one row, which fails by name; a mended one is added under another name, or with all rows "
-                   "made anew")
+                   "each has one row, which fails by name unless a password opens it; a mended one is added under "
+                   "another name, or with all rows made anew")
         if gone := described.gone:
-            yield f"gone      {_counted(len(gone), 'document')}, as {gone[0]!r}: the rows of such documents are kept"
+            yield (f"gone      {_counted(len(gone), 'document')}, as {gone[0]!r}: not among the sources, and the rows "
+                   "are kept")
 
     def _next_command(self) -> str:
         words = ["npu-runner", "batch", "-i", self.options.output, "-o", "answers.jsonl", "--model",
@@ -104,14 +105,15 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | Non
     media = _media_folder(sources, options)
     reader, asked = find_page_reader(options)
     prompt = PromptText(options, None if asked is None else asked.text)
-    maker = RowMaker(options, prompt, media, reader)
+    is_reading = results is not None or reader is not None
+    maker = RowMaker(options, prompt, media, reader, names_versions=is_reading)
     read = [*read_by(options), *(("source", name) for name in names)]
     place = find_place(options.output, read)
     sources.output = place.path
     ranges = PageRanges.parse(options.pages)
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker, sources),
                               appended=ranges if options.append else None,
-                              is_needed=results is not None or reader is not None)
+                              is_needed=is_reading)
     opener = DocumentOpener(ranges=ranges, page=maker.page, passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
     records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)
@@ -125,6 +127,8 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | Non
                   else records.sample(options.sample, described.add))
         with contextlib.closing(chosen):  # with its worker processes
             for record in chosen:
+                if record.document is not None:
+                    described.refuse_grown_image(str(record.columns["path"]))
                 custom_id, line = maker.row(record)
                 key = row_key(custom_id, 0)
                 if options.append and _is_in(earlier, key, record):

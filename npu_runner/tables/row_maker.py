@@ -20,6 +20,7 @@ from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.readers.reader import PageFields, PageReader
 from npu_runner.request.limits import LIMITS, shown
 from npu_runner.tables.arrow_records import IMAGE
+from npu_runner.tables.document_pages import file_version
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import ALL, RESERVED, RowsOptions
 from npu_runner.tables.prompt_text import PromptText, read_schema
@@ -39,7 +40,9 @@ class RowMaker:
     """Makes the rows of one command. Raises ConfigError for a schema that cannot be read and for a field that users
     cannot set."""
 
-    def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder, reader: PageReader | None = None):
+    def __init__(self, options: RowsOptions, prompt: PromptText, media: MediaFolder, reader: PageReader | None = None,
+                 *, names_versions: bool = False):
+        """`names_versions`: rows of images have the version of the file, as those of pages have."""
         self.num_without_media = 0
         """Rows that should show an image or a video, and show none."""
         self.not_shown: dict[str, str] = {}
@@ -48,7 +51,7 @@ class RowMaker:
         self._prompt = prompt
         self._media = media
         self._url = _URLS[options.endpoint]
-        self._reader = reader
+        self._reader, self._names_versions = reader, names_versions
         self._system = options.system if options.system is not None or reader is None else reader.system
         self.fixed = fixed_fields(options, {} if reader is None else reader.body)
         """Fields of every body."""
@@ -113,7 +116,10 @@ class RowMaker:
         """The fields of the address of a page or an image."""
         document = record.document
         if document is None:
-            return self._image if record.file is not None and record.file.kind == IMAGE_FILE else {}
+            if record.file is None or record.file.kind != IMAGE_FILE:
+                return {}
+            named = file_version(record.file.path) if self._names_versions else None
+            return self._image if named is None else {**self._image, "version": named}
         fields = self.page.to_fields(is_pdf=record.file is not None and record.file.kind == DOCUMENT)
         size = {"size": document.sizes[record.page]} if record.page in document.sizes else {}
         version = {} if document.version is None else {"version": document.version}

@@ -124,6 +124,46 @@ def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: 
     assert markdown(folder) == before
 
 
+def test_an_image_that_changed_is_refused_alike(read: Read, folder: Path) -> None:
+    before = markdown(folder)
+    Image.new("RGB", (60, 40), "blue").save(folder / "docs" / "c.png")
+    status, said = read()
+    assert status == 2
+    assert "document 'c.png': has changed since its rows were made" in said
+    assert markdown(folder) == before
+    (folder / "docs" / "c.png").unlink()
+    status, said = read()
+    assert status == 3
+    assert "gone      1 document, as 'c.png'" in said
+    assert markdown(folder) == before
+
+
+@pytest.mark.parametrize("reader", [[], ["--reader", "shapes-reader"]], ids=["prompt", "reader"])
+@pytest.mark.parametrize("before", ["empty", "one page"])
+def test_a_tiff_that_has_more_pages_now_is_refused_alike(before: str, reader: list[str], tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """It was copied while its rows were made, or replaced. It has a row of an image there."""
+    pdf(tmp_path / "docs" / "a.pdf", A7)
+    pages = [Image.new("L", (30, 40), shade) for shade in (10, 100, 200)]
+    tiff = tmp_path / "docs" / "scan.tif"
+    if before == "empty":
+        tiff.write_bytes(b"")
+    else:
+        pages[0].save(tiff)
+    Image.new("L", (30, 40)).save(tmp_path / "docs" / "z.png")
+    command = ["rows", str(tmp_path / "docs"), "-o", str(tmp_path / "rows.jsonl"), *(reader or ["--prompt", "Read."])]
+    assert cli.main(command) == 0
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    if before == "one page":  # the same file may be there again
+        assert cli.main([*command, "--append"]) == 0
+    capsys.readouterr()
+    pages[0].save(tiff, save_all=True, append_images=pages[1:])
+    for _ in range(2):
+        assert cli.main([*command, "--append"]) == 2
+        assert "document 'scan.tif': has changed since its rows were made" in capsys.readouterr().err
+        assert (tmp_path / "rows.jsonl").read_bytes() == rows
+
+
 def test_another_prompt_is_refused(read: Read) -> None:
     status, said = read(prompt="Another?")
     assert status == 2
