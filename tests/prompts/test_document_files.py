@@ -16,10 +16,12 @@ import pypdfium2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from reportlab.lib.pdfencrypt import StandardEncryption
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.document_files import Document, document_version, open_document
+from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.page_options import PageOptions
 from tests.full_set import examples
 from tests.prompts.image_bytes import tiff_of_kinds
@@ -175,6 +177,21 @@ def test_reduced_copies_are_no_pages_of_a_tiff_file(big: bool) -> None:
             assert document.num_pages == len(colours)
             found = [pixels(document.render(index).image)[5, 5].tolist() for index in range(len(colours))]
             assert tuple(found) == colours
+
+
+def test_a_cut_of_a_turned_page_is_upright() -> None:
+    """Also where XMP, which Pillow keeps with a cut, says otherwise than the orientation of the file's own tags."""
+    for orientation in range(1, 9):
+        for xmp in ({}, {700: b"<a xmlns:tiff='b' tiff:Orientation=\"6\"/>"}):
+            exif = Image.Exif()
+            exif.update({0x0112: orientation, **xmp})
+            file = io.BytesIO()
+            shades(1, mode="RGB")[0].save(file, "TIFF", exif=exif)
+            expected = pixels(ImageOps.exif_transpose(Image.open(file)))
+            with opened(file.getvalue()) as document:
+                cut = PageOptions(box=(0, 0, 0.5, 0.5)).part_of(document.render(0).image)
+            height, width, _ = expected.shape
+            np.testing.assert_array_equal(pixels(open_image(cut)), expected[: height // 2, : width // 2])
 
 
 def test_options_apply_to_the_page_of_a_tiff_file() -> None:

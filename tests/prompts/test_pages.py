@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pypdfium2
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media import document_files, pages, pdf_fonts
@@ -117,6 +117,26 @@ def test_options_work_on_every_image(folder: Path) -> None:
     inline = "data:image/png;base64," + b64encode((folder / "a.png").read_bytes()).decode()
     np.testing.assert_array_equal(pixels(folder, {"url": inline, "size": [7, 9]}), np.asarray(
         image.resize((7, 9), Image.Resampling.BICUBIC)))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_an_image_with_options_is_turned_once(kind: str, folder: Path, qwen: ChatProcessor) -> None:
+    """The oracle is the file that Pillow's exif_transpose made upright beforehand."""
+
+    def shown(address: dict[str, Any]) -> np.ndarray:
+        part = {"type": "image_url", "image_url": address}
+        (image,) = qwen([{"role": "user", "content": [part]}], media=MediaRules(allowed_dir=folder)).images
+        return image.pixels_HWC
+
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        (folder / "turned").write_bytes(encoded(photo(90, 60), kind, exif=exif))
+        with Image.open(folder / "turned") as turned:
+            (folder / "upright").write_bytes(encoded(ImageOps.exif_transpose(turned), "PNG", exif=b""))
+        for options in ({}, {"longest": 9999}, {"longest": 70}, {"shortest": 80}, {"box": [0, 0.1, 0.4, 1]},
+                        {"rotate": 90}, {"size": [100, 40]}):  # fmt: skip
+            np.testing.assert_array_equal(shown({"url": "turned", **options}), shown({"url": "upright", **options}))
 
 
 def test_facts_of_pages(folder: Path) -> None:

@@ -245,6 +245,7 @@ class TiffDocument(Document):
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
         with self._reads():
             image = open_image(self._open(index, max_pixels), max_source_pixels=max_pixels)
+        image.info = {}  # XMP that the orientation of the file's own tags overrides
         return RenderedPage(options.resized(image, max_pixels), None)
 
 
