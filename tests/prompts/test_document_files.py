@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 import random
 import threading
@@ -215,6 +216,45 @@ def test_faults_have_names() -> None:
     with opened(locked, password="secret") as document:
         assert document.is_encrypted
         assert document.render(0).has_text
+
+
+@pytest.mark.parametrize("strength", [40, 128])
+def test_a_pdf_that_opens_without_a_password_opens_with_any(strength: int) -> None:
+    def locked(user: str) -> bytes:
+        return pdf(text("a"), encrypt=StandardEncryption(user, ownerPassword="owner", strength=strength))
+
+    owned = locked("")
+    expected = of_pypdfium2(owned, 1)
+    for data in (owned, pdf(text("a"))):
+        for password in (None, "", "owner", "wrong"):
+            with opened(data, password=password) as document:
+                assert document.is_encrypted is (data == owned)
+                np.testing.assert_array_equal(pixels(document.render(0, PageOptions(dpi=72)).image), expected)
+    for password in ("user", "owner"):
+        with opened(locked("user"), password=password) as document:
+            np.testing.assert_array_equal(pixels(document.render(0, PageOptions(dpi=72)).image), expected)
+    for password in (None, "", "wrong"):
+        assert refusal(locked("user"), password=password).code == "pdf_password"
+
+
+def test_the_fault_of_a_pdf_is_not_that_of_the_one_before() -> None:
+    """PDFium keeps one error for the whole process."""
+    without_pages = io.BytesIO()
+    pypdfium2.PdfDocument.new().save(without_pages)
+    files = {"locked": pdf(text("a"), password="secret"), "broken": b"%PDF-1.7 and nothing",
+             "empty": without_pages.getvalue(), "whole": pdf(text("a"))}
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for names in itertools.permutations(files):
+        for name in names:
+            try:
+                opened(files[name], password="wrong").close()
+                found[name].add("opens")
+            except RequestError as error:
+                found[name].add(f"{error.code}: {error.message}")
+    assert found["empty"] == {"pdf_broken: the PDF has no pages"}
+    assert [len(each) for each in found.values()] == [1] * 4
+    assert found["whole"] == {"opens"}
+    assert [found[name].pop().partition(":")[0] for name in ("locked", "broken")] == ["pdf_password", "pdf_broken"]
 
 
 @pytest.mark.parametrize("box", ["0 0 0 0", "0 0 14400 1", "0 0 1000000000 1000000000", "5 5 5 900", "a b c d",
