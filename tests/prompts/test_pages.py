@@ -198,6 +198,25 @@ def test_a_password_comes_from_a_file(folder: Path) -> None:
         assert "secret" not in str(caught.value)
 
 
+def test_a_password_for_all_others_locks_no_document(folder: Path) -> None:
+    (folder / "owned.pdf").write_bytes(pdf(text("owned"), password=""))
+    for name in ("a.pdf#page=1", "owned.pdf"):
+        assert loaded(folder, name, pdf_passwords={"*": "for all others"})[1].has_text
+
+
+@pytest.mark.parametrize(("source", "kind"), [("a.tif", "TIFF"), ("a.png", "PNG")])
+def test_a_file_with_the_suffix_of_a_pdf_is_called_what_it_is(source: str, kind: str, folder: Path) -> None:
+    """The row is one that a reader with dpi makes by the file's name."""
+    (folder / "named.pdf").write_bytes((folder / source).read_bytes())
+    found = refusal(folder, {"url": "named.pdf", "page": 1, "dpi": 150})
+    assert (found.code, Image.open(folder / "named.pdf").format) == ("invalid_value", kind)
+    for words in (f"the content of this file is {kind}, whatever its name", "give the file the suffix of its content",
+                  "leave dpi out of a row made by hand"):  # fmt: skip
+        assert words in found.message
+    if kind == "PNG":
+        assert "leave page out of a row" in refusal(folder, {"url": "named.pdf", "page": 1}).message
+
+
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
