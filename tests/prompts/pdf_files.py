@@ -19,10 +19,12 @@ CJK = {"GB1": ("STSong-Light", "中文测试"), "CNS1": ("MSung-Light", "中文�
 Paint = Callable[[Canvas], None]
 
 
-def pdf(*pages: Paint, size: tuple[float, float] = A5, password: str | None = None) -> bytes:
+def pdf(*pages: Paint, size: tuple[float, float] = A5, password: str | None = None,
+        encrypt: StandardEncryption | None = None) -> bytes:
     """A page for each of these."""
     file = io.BytesIO()
-    encrypt = None if password is None else StandardEncryption(password, ownerPassword="owner", strength=128)
+    if password is not None:
+        encrypt = StandardEncryption(password, ownerPassword="owner", strength=128)
     canvas = Canvas(file, pagesize=size, encrypt=encrypt, invariant=1)
     for paint in pages:
         paint(canvas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 import random
 import threading
@@ -16,10 +17,12 @@ import pypdfium2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from reportlab.lib.pdfencrypt import StandardEncryption
 
 from npu_runner.errors import RequestError
 from npu_runner.prompts.media.document_files import Document, document_version, open_document
+from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.page_options import PageOptions
 from tests.full_set import examples
 from tests.prompts.image_bytes import tiff_of_kinds
@@ -177,6 +180,21 @@ def test_reduced_copies_are_no_pages_of_a_tiff_file(big: bool) -> None:
             assert tuple(found) == colours
 
 
+def test_a_cut_of_a_turned_page_is_upright() -> None:
+    """Also where XMP, which Pillow keeps with a cut, says otherwise than the orientation of the file's own tags."""
+    for orientation in range(1, 9):
+        for xmp in ({}, {700: b"<a xmlns:tiff='b' tiff:Orientation=\"6\"/>"}):
+            exif = Image.Exif()
+            exif.update({0x0112: orientation, **xmp})
+            file = io.BytesIO()
+            shades(1, mode="RGB")[0].save(file, "TIFF", exif=exif)
+            expected = pixels(ImageOps.exif_transpose(Image.open(file)))
+            with opened(file.getvalue()) as document:
+                cut = PageOptions(box=(0, 0, 0.5, 0.5)).part_of(document.render(0).image)
+            height, width, _ = expected.shape
+            np.testing.assert_array_equal(pixels(open_image(cut)), expected[: height // 2, : width // 2])
+
+
 def test_options_apply_to_the_page_of_a_tiff_file() -> None:
     (image,) = shades(1, (200, 100), "RGB")
     expected = image.resize((100, 50), Image.Resampling.BICUBIC).crop((10, 5, 60, 50)).transpose(
@@ -198,6 +216,45 @@ def test_faults_have_names() -> None:
     with opened(locked, password="secret") as document:
         assert document.is_encrypted
         assert document.render(0).has_text
+
+
+@pytest.mark.parametrize("strength", [40, 128])
+def test_a_pdf_that_opens_without_a_password_opens_with_any(strength: int) -> None:
+    def locked(user: str) -> bytes:
+        return pdf(text("a"), encrypt=StandardEncryption(user, ownerPassword="owner", strength=strength))
+
+    owned = locked("")
+    expected = of_pypdfium2(owned, 1)
+    for data in (owned, pdf(text("a"))):
+        for password in (None, "", "owner", "wrong"):
+            with opened(data, password=password) as document:
+                assert document.is_encrypted is (data == owned)
+                np.testing.assert_array_equal(pixels(document.render(0, PageOptions(dpi=72)).image), expected)
+    for password in ("user", "owner"):
+        with opened(locked("user"), password=password) as document:
+            np.testing.assert_array_equal(pixels(document.render(0, PageOptions(dpi=72)).image), expected)
+    for password in (None, "", "wrong"):
+        assert refusal(locked("user"), password=password).code == "pdf_password"
+
+
+def test_the_fault_of_a_pdf_is_not_that_of_the_one_before() -> None:
+    """PDFium keeps one error for the whole process."""
+    without_pages = io.BytesIO()
+    pypdfium2.PdfDocument.new().save(without_pages)
+    files = {"locked": pdf(text("a"), password="secret"), "broken": b"%PDF-1.7 and nothing",
+             "empty": without_pages.getvalue(), "whole": pdf(text("a"))}
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for names in itertools.permutations(files):
+        for name in names:
+            try:
+                opened(files[name], password="wrong").close()
+                found[name].add("opens")
+            except RequestError as error:
+                found[name].add(f"{error.code}: {error.message}")
+    assert found["empty"] == {"pdf_broken: the PDF has no pages"}
+    assert [len(each) for each in found.values()] == [1] * 4
+    assert found["whole"] == {"opens"}
+    assert [found[name].pop().partition(":")[0] for name in ("locked", "broken")] == ["pdf_password", "pdf_broken"]
 
 
 @pytest.mark.parametrize("box", ["0 0 0 0", "0 0 14400 1", "0 0 1000000000 1000000000", "5 5 5 900", "a b c d",

@@ -167,6 +167,34 @@ def test_exif_rotation_is_applied(kind: str, orientation: int) -> None:
     assert pixels(data).shape[:2] == ((60, 40) if orientation > 4 else (40, 60))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_upright_image_stays_as_it_is(kind: str, orientation: int) -> None:
+    """Whether bytes were opened or an image of the caller, and also after a cut, which keeps metadata."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    xmp = ROTATED.replace(b"6", b"%d" % orientation)
+    for data in (encoded(photo(), kind, exif=exif), with_xmp(kind, xmp), with_xmp(kind, ROTATED, orientation)):
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+        for source in (data, Image.open(io.BytesIO(data))):
+            once = open_image(source)
+            np.testing.assert_array_equal(pixels(once), expected)
+            np.testing.assert_array_equal(np.asarray(once), expected)
+        np.testing.assert_array_equal(pixels(open_image(data).crop((0, 0, 30, 20))), expected[:20, :30])
+
+
+def with_xmp(kind: str, xmp: bytes, orientation: int | None = None) -> bytes:
+    """An image with this XMP, and with an orientation in EXIF, which counts before it."""
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    if kind == "TIFF":
+        exif[700] = xmp
+    if kind == "PNG":
+        return with_chunks(encoded(photo(), kind, exif=exif), (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp))
+    return encoded(photo(), kind, exif=exif, **({} if kind == "TIFF" else {"xmp": xmp}))
+
+
 def test_a_broken_exif_block_counts_as_upright() -> None:
     for junk in (b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03"):
         assert pixels(encoded(photo(), "JPEG", exif=junk)).shape == (40, 60, 3)

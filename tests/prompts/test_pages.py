@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pypdfium2
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media import document_files, pages, pdf_fonts
@@ -119,6 +119,26 @@ def test_options_work_on_every_image(folder: Path) -> None:
         image.resize((7, 9), Image.Resampling.BICUBIC)))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_an_image_with_options_is_turned_once(kind: str, folder: Path, qwen: ChatProcessor) -> None:
+    """The oracle is the file that Pillow's exif_transpose made upright beforehand."""
+
+    def shown(address: dict[str, Any]) -> np.ndarray:
+        part = {"type": "image_url", "image_url": address}
+        (image,) = qwen([{"role": "user", "content": [part]}], media=MediaRules(allowed_dir=folder)).images
+        return image.pixels_HWC
+
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        (folder / "turned").write_bytes(encoded(photo(90, 60), kind, exif=exif))
+        with Image.open(folder / "turned") as turned:
+            (folder / "upright").write_bytes(encoded(ImageOps.exif_transpose(turned), "PNG", exif=b""))
+        for options in ({}, {"longest": 9999}, {"longest": 70}, {"shortest": 80}, {"box": [0, 0.1, 0.4, 1]},
+                        {"rotate": 90}, {"size": [100, 40]}):  # fmt: skip
+            np.testing.assert_array_equal(shown({"url": "turned", **options}), shown({"url": "upright", **options}))
+
+
 def test_facts_of_pages(folder: Path) -> None:
     facts = [loaded(folder, {"url": "a.pdf", "page": page, "dpi": 72})[1] for page in (1, 2, 3)]
     assert facts[0] == PageFacts(is_blank=False, width=420, height=595, has_text=True)
@@ -176,6 +196,25 @@ def test_a_password_comes_from_a_file(folder: Path) -> None:
         with pytest.raises(ConfigError, match="pdf_passwords") as caught:
             MediaRules().with_passwords(folder / "passwords")
         assert "secret" not in str(caught.value)
+
+
+def test_a_password_for_all_others_locks_no_document(folder: Path) -> None:
+    (folder / "owned.pdf").write_bytes(pdf(text("owned"), password=""))
+    for name in ("a.pdf#page=1", "owned.pdf"):
+        assert loaded(folder, name, pdf_passwords={"*": "for all others"})[1].has_text
+
+
+@pytest.mark.parametrize(("source", "kind"), [("a.tif", "TIFF"), ("a.png", "PNG")])
+def test_a_file_with_the_suffix_of_a_pdf_is_called_what_it_is(source: str, kind: str, folder: Path) -> None:
+    """The row is one that a reader with dpi makes by the file's name."""
+    (folder / "named.pdf").write_bytes((folder / source).read_bytes())
+    found = refusal(folder, {"url": "named.pdf", "page": 1, "dpi": 150})
+    assert (found.code, Image.open(folder / "named.pdf").format) == ("invalid_value", kind)
+    for words in (f"the content of this file is {kind}, whatever its name", "give the file the suffix of its content",
+                  "leave dpi out of a row made by hand"):  # fmt: skip
+        assert words in found.message
+    if kind == "PNG":
+        assert "leave page out of a row" in refusal(folder, {"url": "named.pdf", "page": 1}).message
 
 
 def num_descriptors() -> int:

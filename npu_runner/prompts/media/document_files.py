@@ -128,20 +128,27 @@ class PdfDocument(Document):
                                "image_not_recognised") from error
         self._pdfium, self._raw = pypdfium2, pypdfium2.raw
         with self._calls("pdf_broken", "the PDF cannot be opened; write it again, for instance with qpdf"):
-            try:
-                self._pdf = pypdfium2.PdfDocument(self._file, password=password)
-            except pypdfium2.PdfiumError as error:
-                if error.err_code != self._raw.FPDF_ERR_PASSWORD:
-                    raise
-                which = "needs a password" if password is None else "has another password than the given one"
-                raise RequestError(f"the PDF {which}; name it in the file of --pdf-passwords (pdf_passwords)",
-                                   "pdf_password") from error
+            self._pdf = self._opened(password)
             self._pdf.init_forms()  # before any page is loaded: filled-in values are not rendered otherwise
             self.is_encrypted = self._raw.FPDF_GetSecurityHandlerRevision(self._pdf) != -1
             self.num_pages = len(self._pdf)
-        if self.num_pages < 1:
-            self.close()
-            raise RequestError("the PDF has no pages", "pdf_broken")
+
+    def _opened(self, password: str | None) -> Any:
+        """The password is tried only if the document does not open without one."""
+        for given in dict.fromkeys((None, password)):
+            # A document without pages loads, which leaves PDFium's last error as it was, and pypdfium2 reports that
+            # one. A path that is not there sets an error that no document in an open file has.
+            self._raw.FPDF_LoadDocument(b"", None)
+            try:
+                return self._pdfium.PdfDocument(self._file, password=given)
+            except self._pdfium.PdfiumError as error:
+                self._file.raise_error()
+                if error.err_code == self._raw.FPDF_ERR_FILE:
+                    raise RequestError("the PDF has no pages", "pdf_broken") from error
+                if error.err_code != self._raw.FPDF_ERR_PASSWORD:
+                    raise
+        which = "needs a password" if password is None else "has another password than the given one"
+        raise RequestError(f"the PDF {which}; name it in the file of --pdf-passwords (pdf_passwords)", "pdf_password")
 
     def size(self, index: int, options: PageOptions, max_pixels: int = 1 << 80) -> tuple[int, int]:
         self._check(index)
@@ -245,6 +252,7 @@ class TiffDocument(Document):
                max_pixels: int = LIMITS.max_source_pixels) -> RenderedPage:
         with self._reads():
             image = open_image(self._open(index, max_pixels), max_source_pixels=max_pixels)
+        image.info = {}  # XMP that the orientation of the file's own tags overrides
         return RenderedPage(options.resized(image, max_pixels), None)
 
 

@@ -70,7 +70,8 @@ def image_input(pixels_HWC: np.ndarray, settings: ImageSettings) -> ImageInput:
 
 def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.max_source_pixels,
                settings: ImageSettings | None = None) -> Image.Image:
-    """The image as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding.
+    """The image as upright 8-bit RGB. With `settings`, a shape the model refuses is refused before decoding. The result
+    is the given PIL image if that is upright RGB, and otherwise an image without metadata, which could turn it again.
 
     Raises RequestError with code image_empty, image_not_recognised, image_too_large, image_aspect_ratio,
     image_truncated, image_several_pages, image_broken, image_mode or image_out_of_memory.
@@ -93,8 +94,13 @@ def open_image(source: bytes | Image.Image, *, max_source_pixels: int = LIMITS.m
             image.load()
             check_pixels(*image.size, max_source_pixels)  # some kinds show their true size only now
             orientation = exif_orientation(image)
+            is_given = image is source
             image = source = _to_rgb(image)  # the decoded image is let go before it is turned
-            return image if orientation not in _TURNS else image.transpose(_TURNS[orientation])
+            if orientation in _TURNS:
+                image, is_given = image.transpose(_TURNS[orientation]), False
+            if not is_given:
+                image.info = {}  # Pillow copies EXIF and XMP with the pixels
+            return image
     except RequestError:
         raise
     except MemoryError as error:

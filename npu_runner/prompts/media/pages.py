@@ -23,7 +23,7 @@ from npu_runner.prompts.media.document_files import (
     open_document,
     reading,
 )
-from npu_runner.prompts.media.file_kinds import HEAD_BYTES, document_kind
+from npu_runner.prompts.media.file_kinds import HEAD_BYTES, document_kind, image_kind, video_kind
 from npu_runner.prompts.media.image_formats import several_pages
 from npu_runner.prompts.media.images import open_image
 from npu_runner.prompts.media.media import Media, bounded
@@ -105,7 +105,7 @@ class OpenDocuments:
         if options.page is None and document.num_pages > 1:
             raise several_pages(f"{document.kind} file")
         if options.dpi is not None and document.kind != "PDF":
-            raise _no_pdf()
+            raise _contradicted("dpi: the page of a PDF is rendered at it", document.kind)
         named = (key, replace(options, box=None, rotate=None))
         if self._page is None or self._page[0] != named:
             self._page = None  # its memory is free before another page is rendered
@@ -121,11 +121,11 @@ class OpenDocuments:
 
 def _part_of(data: bytes, media: Media, max_pixels: int) -> tuple[bytes | Image.Image, PageFacts | None]:
     """The part of an image that is no document."""
-    options = media.options
+    options, kind = media.options, image_kind(data[:HEAD_BYTES]) or video_kind(data[:HEAD_BYTES]) or "no PDF"
     if options.dpi is not None:
-        raise _no_pdf()
+        raise _contradicted("dpi: the page of a PDF is rendered at it", kind)
     if options.page is not None:
-        raise RequestError("page: an image has no pages, a PDF or a TIFF file has; leave it out", "invalid_value")
+        raise _contradicted("page: an image has no pages, a PDF or a TIFF file has", kind)
     if not options.changes_pixels:
         return data, None
     image = options.part_of(options.resized(open_image(data, max_source_pixels=max_pixels), max_pixels))
@@ -144,5 +144,8 @@ def _check_version(media: Media, version: str) -> None:
                            f"{media.options.version}; put the file back, or make the rows again", "document_changed")
 
 
-def _no_pdf() -> RequestError:
-    return RequestError("dpi: the page of a PDF is rendered at it, and this is none; leave it out", "invalid_value")
+def _contradicted(field: str, kind: str) -> RequestError:
+    """`field`: its name and its use. `npu-runner rows` adds it where a file is named as a document."""
+    return RequestError(f"{field}, and the content of this file is {kind}, whatever its name; give the file the suffix "
+                        f"of its content and make the rows again, or leave {field.partition(':')[0]} out of a row made "
+                        "by hand", "invalid_value")
