@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_runner.batch.files.durable import clear_file_errors, replacing
 from npu_runner.batch.files.names import manifest_path
+from npu_runner.batch.files.output_lock import OutputLock
 from npu_runner.batch.job.options import BatchOptions
 from npu_runner.cli.options import add_model_options, add_some_options, read_model_settings
 from npu_runner.cli.parser import Commands, add_command
@@ -23,7 +25,7 @@ from npu_runner.config import RunnerConfig
 from npu_runner.tables.options import RowsOptions, TableOptions
 
 if TYPE_CHECKING:
-    from npu_runner.tables.make_rows import MadeRows
+    from npu_runner.reports.summary import Totals
     from npu_runner.tables.page_markdown import PageCounts
 
 _OF_ROWS = ("reader", "prompt", "prompt_file", "system", "prompt_python", "pages", "dpi", "pdf_passwords", "max_tokens",
@@ -71,38 +73,42 @@ def run(arguments: argparse.Namespace) -> int:
         with clear_file_errors(f"output {each}"):
             each.mkdir(exist_ok=True)
     from npu_runner.readers.answers.html_tags import require
-    from npu_runner.tables.make_rows import make_rows
+    from npu_runner.tables.kept_rows import make_kept_rows
 
     for package in ("nh3", "markdownify"):
         require(package)  # and not after hours of answers
     for each_job in (job, *([] if blocks is None else [_with_ladder(job, given, blocks)])):
         check_batch(config, each_job)  # and not after pages were opened
-    made = make_rows(arguments.sources, rows, results=arguments.output)
-    _say([*made.to_lines()[:-1], *_lines_of_fonts(made)])
-    if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
-        for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
-            with clear_file_errors(f"output {path}"):
-                path.unlink(missing_ok=True)
-    jobs = [job]
-    if blocks is not None and job.retry and (folder / _BLOCK_ANSWERS).exists():
-        # Another layout has other blocks, and a job removes no row that it has answered.
-        _say(["retry     of blocks alone: the layouts of pages stay, because their blocks are answered"])
-        jobs = [replace(job, retry=())]
-    ended = run_batch_and_report(config, jobs[0], unit="page")
-    statuses = [ended.exit_status]
-    if blocks is not None and not ended.is_interrupted:
-        from npu_runner.tables.block_rows import make_block_rows
+    locks = [OutputLock(Path(os.path.realpath(folder / name))) for name in (_PAGES, _ANSWERS, _BLOCK_ANSWERS)]
+    with locks[0]:  # no other `read` changes the folder meanwhile
+        with locks[1], locks[2]:  # no `batch` is at the answers now; the jobs below take these locks again
+            pass
+        made = make_kept_rows(arguments.sources, rows, arguments.output, folder / _ANSWERS, is_anew=job.overwrite)
+        _say([*made.to_lines()[:-1], *_lines_of_fonts(made.described.num_documents)])
+        if job.overwrite:  # a run that is cut short before the second stage leaves no blocks of other layouts
+            for path in (manifest_path(folder / _BLOCK_ANSWERS), folder / _BLOCK_ANSWERS):
+                with clear_file_errors(f"output {path}"):
+                    path.unlink(missing_ok=True)
+        jobs = [job]
+        if blocks is not None and job.retry and (folder / _BLOCK_ANSWERS).exists():
+            # Another layout has other blocks, and a job removes no row that it has answered.
+            _say(["retry     of blocks alone: the layouts of pages stay, because their blocks are answered"])
+            jobs = [replace(job, retry=())]
+        ended = run_batch_and_report(config, jobs[0], unit="page")
+        statuses = [ended.exit_status]
+        if blocks is not None and not ended.is_interrupted:
+            from npu_runner.tables.block_rows import make_block_rows
 
-        block_rows = str(folder / _BLOCK_ROWS)
-        _say(make_block_rows([job.output], RowsOptions(
-            output=block_rows, reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
-        jobs.append(replace(_with_ladder(job, given, blocks), input=block_rows, output=str(folder / _BLOCK_ANSWERS),
-                            report=None))
-        ended = run_batch_and_report(config, jobs[-1], unit="block")
-        statuses.append(ended.exit_status)
-    if not ended.is_interrupted:
-        _write_results(folder, jobs)
-    return max(statuses)
+            block_rows = str(folder / _BLOCK_ROWS)
+            _say(make_block_rows([job.output], RowsOptions(
+                output=block_rows, reader=blocks, rows=job.input, max_tokens=rows.max_tokens)).to_lines())
+            jobs.append(replace(_with_ladder(job, given, blocks), input=block_rows, output=str(folder / _BLOCK_ANSWERS),
+                                report=None))
+            ended = run_batch_and_report(config, jobs[-1], unit="block")
+            statuses.append(ended.exit_status)
+        if not ended.is_interrupted:
+            _write_results(folder, jobs)
+        return max(statuses)
 
 
 def _with_ladder(job: BatchOptions, given: str | None, reader: str) -> BatchOptions:
@@ -127,7 +133,7 @@ def _write_results(folder: Path, jobs: Sequence[BatchOptions]) -> None:
         output=str(folder / f"pages.{'parquet' if importlib.util.find_spec('pyarrow') else 'csv'}"),
         input=jobs[-1].input, markdown=folder / "markdown", blocks=str(folder / "blocks.jsonl")))
     assert table.counts is not None, "Markdown was asked for"
-    summary, line = _summary(table.counts, [PastJob(each.output).totals(each.input).to_json() for each in jobs])
+    summary, line = _summary(table.counts, [PastJob(each.output).totals(each.input) for each in jobs])
     with clear_file_errors(f"output {folder}"), replacing(folder / "summary.json") as file:
         file.write(json.dumps(summary, indent=2).encode() + b"\n")
     _say([*table.to_lines(), f"read      {folder}: {line}"])
@@ -140,37 +146,35 @@ def _rows_options(arguments: argparse.Namespace, config: RunnerConfig, pages: Pa
         from npu_runner.checkpoint.files import resolve_checkpoint
 
         given["model"] = resolve_checkpoint(config.model, config.revision, with_weights=False)
-    from npu_runner.tables.described_rows import documents_path
-
-    # A command that was killed between its first two files has left rows without a description, and no answers.
-    is_new = "sample" in given or getattr(arguments, "overwrite", False) or not (
-        documents_path(pages).exists() or pages.with_name(_ANSWERS).exists())
-    return RowsOptions(output=str(pages), append=not is_new and pages.exists(), **given)
+    return RowsOptions(output=str(pages), **given)
 
 
-def _lines_of_fonts(made: MadeRows) -> Iterable[str]:
+def _lines_of_fonts(num_documents: int) -> Iterable[str]:
     """The scripts that this host cannot render, where there are documents."""
     from npu_runner.prompts.media.pdf_fonts import fonts_of_host
 
-    fonts = fonts_of_host() if made.described.num_documents else None
+    fonts = fonts_of_host() if num_documents else None
     if fonts is not None and fonts.missing:
         yield (f"fonts     pages with text in fonts that are not embedded fail: no font for {fonts.languages}; apt "
                "install fonts-noto-cjk")
 
 
-def _summary(counts: PageCounts, jobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The summary, and its words. `jobs`: the totals of all runs of each stage. The first answers a row for each page.
+def _summary(counts: PageCounts, stages: Sequence[Totals]) -> tuple[dict[str, Any], str]:
+    """The summary, and its words. `stages`: the totals of all runs of each one. The first answers a row for each page.
     """
-    answered = jobs[0]["rows"]["answered"]
-    seconds = sum(job["seconds"].get("serve", 0.0) for job in jobs)
+    # Tokens and seconds are of all answers of all runs: those that were replaced are no further pages.
+    shares = [each.rows.num_answered / max(1, each.runs.sums("tally").get("num_answered", 0)) for each in stages]
+    jobs, answered = [each.to_json() for each in stages], stages[0].rows.num_answered
+    seconds, num_tokens = (sum(share * job[part].get(name, 0) for share, job in zip(shares, jobs, strict=True))
+                           for part, name in (("seconds", "serve"), ("tokens", "completion")))
     pace = round(answered / seconds, 3) if seconds else None
-    tokens = round(sum(job["tokens"]["completion"] for job in jobs) / answered, 1) if answered else None
+    tokens = round(num_tokens / answered, 1) if answered else None
     num_whole = counts.num_documents - counts.num_with_gaps
     words = "" if pace is None else f"; {pace:g} pages/s, {tokens or 0:g} tokens per page"
     return {
         "documents": {"total": counts.num_documents, "whole": num_whole, "with_gaps": counts.num_with_gaps},
         "pages": {"total": counts.num_pages, **dict(sorted(counts.flaws.items()))},
-        "pages_per_second": pace, "tokens_per_page": tokens, "jobs": list(jobs),
+        "pages_per_second": pace, "tokens_per_page": tokens, "jobs": jobs,
     }, (f"{counts.num_documents} documents, {num_whole} whole, {counts.num_with_gaps} with gaps; {counts.num_pages} "
         f"pages{counts.flaw_words}{words}")
 

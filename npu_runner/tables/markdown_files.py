@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -76,8 +77,9 @@ class MarkdownFolder:
                 yield file
 
     def _place(self, document: str) -> str:
-        path = _path_of(document)
-        folder, slash, name = path.rpartition("/")
+        # A folder may have the name of a file that was written or will be: a.pdf beside a.pdf.md/b.png.
+        folder, slash, name = re.sub(r"\.md/", "~md/", _path_of(document), flags=re.I).rpartition("/")
+        path = folder + slash + name
         data = os.fsencode(name)
         if len(data) <= _MOST_NAME_BYTES and _add(self._used, _folded(path)):
             return path + _ENDING

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ _REMEDIES = {
     **dict.fromkeys(("xlsx", "xls", "xlsm", "ods"), "is a spreadsheet; save it as CSV"),
     **dict.fromkeys(("docx", "doc", "pptx", "ppt", "odt", "odp", "rtf"),
                     "is an Office file; soffice --convert-to pdf makes a PDF of it")}
+_RESULT = "result of an earlier read"
+_OF_READ = re.compile(r"(pages|answers|blocks|block-rows|block-answers)\.(jsonl|csv|parquet)(\..*)?|summary\.json")
 _OF_DATASETS = {_SAVED, "dataset_info.json", "dataset_dict.json"}
 
 
@@ -53,7 +56,7 @@ class Sources:
     output: Path | None = None
     """Where the rows will be: that file is no source."""
     results: Path | None = None
-    """The folder of the results, in which no file is a source."""
+    """The folder of the results of `read`: none of them is a source, and nothing in it that no pattern names."""
     left_out: Counter[str] = field(default_factory=Counter)
     """The files of the last walk of which no rows are made, by the ending of their names; hidden names apart."""
 
@@ -102,7 +105,7 @@ class Sources:
 
     def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
-        if is_pattern and self.results is not None and self.results in Path(path).parents:
+        if is_pattern and self._is_result(path, is_pattern=True):
             return
         if os.path.isdir(path):
             if not is_pattern:
@@ -118,6 +121,15 @@ class Sources:
                       "and tables are told apart")
             raise ConfigError(f"source {path!r}: {_REMEDIES.get(_ending(path), others)}")
 
+    def _is_result(self, path: str, *, is_pattern: bool) -> bool:
+        """Whether the file is a result of an earlier `read`; one that a pattern matches: of this one."""
+        if self.results is None or not _OF_READ.fullmatch(os.path.basename(path)):
+            return False
+        folder = Path(os.path.realpath(os.path.dirname(path)))
+        if is_pattern:
+            return self.results == (folder.parent if folder.name.startswith("sample-") else folder)
+        return (folder / "pages.jsonl.documents.jsonl").exists()
+
     def _leave_out(self, path: str) -> None:
         name, ending = os.path.basename(path), _ending(path)
         if not (name in _OF_DATASETS and _is_of_dataset(path)):
@@ -128,7 +140,9 @@ class Sources:
         for path in _walk(folder, self.results):
             is_hidden = os.path.basename(path).startswith(".")
             kind = None if is_hidden else kind_of_name(path)
-            if not is_hidden and not os.path.isfile(path):
+            if self._is_result(path, is_pattern=False):
+                self.left_out[_RESULT] += 1
+            elif not is_hidden and not os.path.isfile(path):
                 self.left_out[_LINK if os.path.isdir(path) else _NO_FILE if os.path.exists(path) else _BROKEN_LINK] += 1
             elif kind is None:
                 self._leave_out(path)
@@ -150,7 +164,7 @@ def find_sources(names: Sequence[str], results: Path | None = None) -> Sources:
 
 def _top_of(name: str) -> str:
     """The folder below which a source has its files."""
-    with clear_file_errors(f"source {name!r}"):
+    with clear_file_errors(f"source {name!r}", "name one that can be read"):
         if os.path.isdir(name):
             return os.path.abspath(name)
         if os.path.exists(name):
@@ -185,7 +199,7 @@ def _walk(folder: str, results: Path | None) -> Iterator[str]:
     dataset only the .arrow files that it lists count: others beside them are caches."""
     if results is not None and os.path.realpath(folder) == str(results):
         return
-    with clear_file_errors(f"source {folder!r}"), os.scandir(folder) as entries:
+    with clear_file_errors(f"source {folder!r}", "name sources that can be read"), os.scandir(folder) as entries:
         found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
     if (os.fsencode(_SAVED), False) in found and any(name.endswith(b".arrow") for name, _ in found):
         yield from _listed(os.path.join(folder, _SAVED))

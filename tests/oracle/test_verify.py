@@ -163,6 +163,12 @@ def test_images_are_compared_and_what_the_reference_resizes_is_left_out(checkpoi
     assert "transformers resizes the row's images again" in found["left_out"]["large"]
 
 
+def test_why_no_row_can_be_compared_is_a_sentence(checkpoint: Make, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified(tmp_path, checkpoint("qwen3"), [row("bad", max_tokens=0)])[0] == 2
+    assert "verify: no row can be compared; 'bad' is left out: max_tokens" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared_is_refused_before_a_model_loads(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -227,6 +227,14 @@ def test_names_that_differ_in_case_or_form_alone_get_a_digest(tmp_path: Path) ->
                 pages(tmp_path, [page(name, 1) for name in other], answers)
 
 
+@pytest.mark.parametrize("names", [("a.pdf", "a.pdf.md/b.png"), ("a.pdf.MD/b.png", "a.pdf")])
+def test_a_folder_and_a_file_may_have_one_name(names: tuple[str, str], tmp_path: Path) -> None:
+    pages(tmp_path, [page(name, 1) for name in names],
+          [answered(f"{name}#page=1", completion(name)) for name in names])  # fmt: skip
+    found = {name: text.split()[-1] for name, text in files(tmp_path / "out").items()}
+    assert found == {"a.pdf.md": "a.pdf", "a.pdf~md/b.png.md": next(name for name in names if "b.png" in name)}
+
+
 def test_a_long_name_is_cut(tmp_path: Path) -> None:
     names = ["é" * 125 + ".pdf", "é" * 125 + ".tif", "a" * 231 + ".pdf", "A" * 231 + ".pdf"]
     pages(tmp_path, [page(name, 1) for name in names],

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from npu_runner.batch.files.output_lock import OutputLock, job_at_work
 from npu_runner.cli import main as cli
+from npu_runner.reports import report
 from scripts.demo_documents import inspection_pages, write_document
 from tests.batch.scripted import read_rows
 from tests.full_set import only_full
@@ -109,9 +111,81 @@ def test_rows_of_a_killed_first_command_are_made_again(folder: Path, capsys: pyt
     assert cli.main(arguments) == 0
     assert len(read_rows(folder / "new" / "pages.jsonl")) == 1
     (folder / "new" / "pages.jsonl.documents.jsonl").unlink()
+    shutil.copytree(folder / "new", folder / "killed", ignore=shutil.ignore_patterns("answers*", "*.md", "summary*"))
+    assert cli.main([*arguments[:3], str(folder / "killed"), *arguments[4:]]) == 0, "the rows are whole"
+    assert (folder / "killed" / "pages.jsonl.documents.jsonl").exists()
     capsys.readouterr()
     assert cli.main(arguments) == 2
     assert "there is no pages.jsonl.documents.jsonl beside them" in capsys.readouterr().err
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["pages.jsonl", "answers.jsonl", "block-answers.jsonl"])
+def test_a_folder_that_another_command_writes_is_left_as_it_is(name: str, read: Read, folder: Path) -> None:
+    """Another `read` has the lock of the rows, a `batch` that of its answers."""
+    with OutputLock(folder / "out" / name):
+        before = contents(folder / "out")
+        status, said = read("--overwrite", "--pages", "1")
+        assert (status, "another job (pid " in said) == (2, True)
+        assert contents(folder / "out") == before
+
+
+def test_the_rows_are_locked_while_pages_are_answered(
+        read: Read, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked, run = [], report.run_batch_and_report
+
+    def spied(*given: Any, **more: Any) -> Any:
+        locked.append(job_at_work(folder / "out" / "pages.jsonl"))
+        return run(*given, **more)
+
+    monkeypatch.setattr(report, "run_batch_and_report", spied)
+    read("--overwrite")
+    assert locked == [str(os.getpid())]
+    assert not (folder / "out" / "pages.jsonl.lock").exists()
+
+
+def test_rows_of_the_user_are_replaced_only_by_overwrite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = folder / "new" / "pages.jsonl"
+    mine.parent.mkdir()
+    mine.write_text("mine\n")
+    arguments = ["read", str(folder / "docs" / "c.png"), "-o", str(mine.parent), "--prompt", "What is it?", *SMALL]
+    assert cli.main(arguments) == 2
+    assert "are there already, and this command makes others; --overwrite replaces them" in capsys.readouterr().err
+    assert contents(mine.parent) == {mine: b"mine\n"}
+    assert cli.main([*arguments, "--overwrite"]) == 0
+    assert len(read_rows(mine)) == 1
+
+
+def test_a_trial_with_answers_keeps_its_rows(read: Read, folder: Path) -> None:
+    trial = folder / "out" / "sample-9"
+    assert read("--sample", "9")[0] == 3
+    before = contents(trial)
+    status, said = read("--sample", "9", "--dpi", "36")
+    assert (status, "have answers, and this command makes others; --overwrite replaces" in said) == (2, True)
+    assert contents(trial) == before
+    pdf(folder / "docs" / "z.pdf", A7)
+    status, said = read("--sample", "9")
+    assert (status, "resuming: 5 of 6 rows are finished" in said) == (3, True)
+    assert "z.pdf" in (trial / "pages.jsonl.documents.jsonl").read_text()
+    assert read("--sample", "9", "--dpi", "36", "--overwrite")[0] == 3
+    assert all(row["body"]["messages"][-1]["content"][0]["image_url"]["dpi"] == 36
+               for row in read_rows(trial / "pages.jsonl") if "a.pdf" in row["custom_id"])
+
+
+def test_replaced_answers_are_no_further_pages(read: Read, folder: Path) -> None:
+    """Every answer is cut off at 2 tokens, and tried again."""
+    assert read("--overwrite", "--max-tokens", "2")[0] == 3
+    status, said = read("--retry", "cut_off", "--max-tokens", "2")
+    assert (status, "retry: 4 answers are replaced" in said) == (3, True)
+    found = summary(folder)
+    (job,) = found["jobs"]
+    assert job["tokens"]["completion"] == 2 * 4 * 2
+    assert found["tokens_per_page"] == 2
+    assert found["pages_per_second"] == round(8 / job["seconds"]["serve"], 3)
+    assert "2 tokens per page" in said.splitlines()[-1]
 
 
 def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: Path) -> None:
@@ -207,6 +281,28 @@ def test_results_may_lie_below_the_documents_but_not_among_them(
     assert "output '../docs': is a folder of sources as well; name another one, such as '../docs/out'" in (
         capsys.readouterr().err)  # fmt: skip
     assert sorted(found.iterdir()) == before, "no folder is made, and no file"
+
+
+def test_results_of_an_earlier_command_are_no_sources(read: Read, folder: Path) -> None:
+    (folder / "out").rename(folder / "docs" / "out")
+    pdf(folder / "docs" / "out" / "of_the_user.pdf", A7)
+    status, said = read()
+    assert status == 3
+    assert "result of an earlier read" in said
+    names = {row["custom_id"] for row in read_rows(folder / "out" / "pages.jsonl")}
+    assert (len(names), "out/of_the_user.pdf#page=1" in names) == (6, True)
+
+
+def test_documents_beside_the_results_are_read_where_a_pattern_matches_them(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "docs" / "reports"
+    for pattern, count in (("reports/*.pdf", 3), ("**/*.pdf", 4), ("**/*", 5)):
+        command = ["read", str(folder / "docs" / pattern), "-o", str(out), "--prompt", "What is it?", *SMALL]
+        status = cli.main([*command, "--overwrite"])
+        assert (status, len(read_rows(out / "pages.jsonl"))) == (0 if count == 3 else 3, count)
+        capsys.readouterr()
+        assert cli.main(command) == status
+        assert f"nothing to do: all {count} rows are finished" in capsys.readouterr().err
 
 
 def test_fonts_that_were_installed_since_may_be_accepted(read: Read, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +16,7 @@ import pytest
 from npu_runner.batch.rows.openai_format import parse_row
 from npu_runner.errors import ConfigError
 from npu_runner.prompts.media.media import load_media
+from npu_runner.tables.sources import find_sources
 from tests.tables.made import asked, made, rows, shown
 
 SAVED = Path(__file__).parent / "saved_dataset"
@@ -74,6 +76,20 @@ def test_links_that_are_not_followed_and_pipes_are_counted(pictures: Path, tmp_p
     assert "left out  8 files" in line
     assert "2 broken link, 2 hidden, 1 link to a folder, 1 pipe or device, 1 without ending" in line
     assert "one is a link to a folder, which is not followed; name the folder as a source" in line
+
+
+def test_a_folder_that_cannot_be_read_is_not_to_be_written() -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        (Path(folder) / "locked").mkdir(mode=0)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            with pytest.raises(ConfigError, match="locked': Permission denied; name sources that can be read"):
+                list(find_sources([folder]).files())
+        finally:
+            os.seteuid(user)
 
 
 def test_the_same_sources_give_the_same_bytes(pictures: Path, tmp_path: Path) -> None:

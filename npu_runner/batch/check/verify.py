@@ -106,7 +106,8 @@ def verify(config: RunnerConfig, options: BatchOptions, *, num_rows: int, max_to
             except ConfigError as error:
                 left_out[name] = str(error)
     if not rows:
-        raise ConfigError(f"verify: no row can be compared: {next(iter(left_out.items()), 'the input has none')}")
+        reasons = (f"{name!r} is left out: {why}" for name, why in left_out.items())
+        raise ConfigError(f"verify: no row can be compared; {next(reasons, 'the input has none')}")
     return Verified(dtype=dtype, reference=reference.source, bounds=bounds, rows=rows, left_out=left_out)
 
 

@@ -21,17 +21,18 @@ FileErrors: TypeAlias = Callable[[str], contextlib.AbstractContextManager[None]]
 """`clear_file_errors` or `late_file_errors`: turns an OSError within into the error of a user."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOR_WRITING = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_REMEDY = "choose a place that exists and can be written"
 # The settings were fine, the machine gave out: worth the same command again once there is room.
 _MACHINE_GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.ESTALE)
 
 
 @contextlib.contextmanager
-def clear_file_errors(what: str) -> Iterator[None]:
+def clear_file_errors(what: str, remedy: str = _REMEDY) -> Iterator[None]:
     """Turn an OSError into a JobError (disk full, broken disk) or a ConfigError (wrong place). `what`: "output x"."""
     try:
         yield
     except OSError as error:
-        raise explain_file_error(what, error) from error
+        raise explain_file_error(what, error, remedy) from error
 
 
 @contextlib.contextmanager
@@ -60,7 +61,7 @@ def has_given_out(error: OSError) -> bool:
     return error.errno in _MACHINE_GAVE_OUT
 
 
-def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
+def explain_file_error(what: str, error: OSError, remedy: str = _REMEDY) -> JobError | ConfigError:
     """The error a user gets for a failed operation on a file."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -69,7 +70,7 @@ def explain_file_error(what: str, error: OSError) -> JobError | ConfigError:
         return JobError(f"{what}: its reader has gone ({reason})")
     if has_given_out(error):
         return JobError(f"{what}: {reason}; when that is mended run the same command again")
-    return ConfigError(f"{what}: {reason}; choose a place that exists and can be written")
+    return ConfigError(f"{what}: {reason}; {remedy}")
 
 
 @contextlib.contextmanager
