@@ -201,7 +201,7 @@ class DescribedRows:
 
 
 def _version_of_image(request: Mapping[str, Any]) -> bytes | None:
-    """Of the first image of a chat that has one."""
+    """The version of the first image of a chat that has one."""
     body = request.get("body")
     messages = body.get("messages") if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else []:
