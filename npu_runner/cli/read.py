@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -162,19 +163,22 @@ def _lines_of_fonts(num_documents: int) -> Iterable[str]:
 def _summary(counts: PageCounts, stages: Sequence[Totals]) -> tuple[dict[str, Any], str]:
     """The summary, and its words. `stages`: the totals of all runs of each one. The first answers a row for each page.
     """
-    # Tokens and seconds are of all answers of all runs: those that were replaced are no further pages.
-    shares = [each.rows.num_answered / max(1, each.runs.sums("tally").get("num_answered", 0)) for each in stages]
-    jobs, answered = [each.to_json() for each in stages], stages[0].rows.num_answered
-    seconds, num_tokens = (sum(share * job[part].get(name, 0) for share, job in zip(shares, jobs, strict=True))
-                           for part, name in (("seconds", "serve"), ("tokens", "completion")))
+    # Seconds are of all answers of all runs: those that were replaced are no further pages. Tokens of answers after
+    # the last status of a killed run are not recorded, so they are taken for as many as those of the others.
+    jobs, answered, seconds, tokens = [each.to_json() for each in stages], stages[0].rows.num_answered, 0.0, 0.0
+    for each, job in zip(stages, jobs, strict=True):
+        present, recorded = each.rows.num_answered, each.runs.sums("tally").get("num_answered", 0)
+        seconds += job["seconds"].get("serve", 0.0) * present / max(1, recorded, present)
+        tokens += job["tokens"]["completion"] * present / recorded if recorded else math.nan if present else 0
     pace = round(answered / seconds, 3) if seconds else None
-    tokens = round(num_tokens / answered, 1) if answered else None
+    tokens_per_page = round(tokens / answered, 1) if answered and not math.isnan(tokens) else None
     num_whole = counts.num_documents - counts.num_with_gaps
-    words = "" if pace is None else f"; {pace:g} pages/s, {tokens or 0:g} tokens per page"
+    words = "" if pace is None else f"; {pace:g} pages/s"
+    words += "" if tokens_per_page is None else f", {tokens_per_page:g} tokens per page"
     return {
         "documents": {"total": counts.num_documents, "whole": num_whole, "with_gaps": counts.num_with_gaps},
         "pages": {"total": counts.num_pages, **dict(sorted(counts.flaws.items()))},
-        "pages_per_second": pace, "tokens_per_page": tokens, "jobs": jobs,
+        "pages_per_second": pace, "tokens_per_page": tokens_per_page, "jobs": jobs,
     }, (f"{counts.num_documents} documents, {num_whole} whole, {counts.num_with_gaps} with gaps; {counts.num_pages} "
         f"pages{counts.flaw_words}{words}")
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.document_files import Document, document_version, open_document
+from npu_runner.prompts.media.file_kinds import HEAD_BYTES, image_kind
 from npu_runner.prompts.media.page_options import PageOptions
 from npu_runner.prompts.media.pdf_passwords import password_of
 from npu_runner.readers.reader import PageFields
@@ -117,11 +118,13 @@ def open_file(path: str) -> BinaryIO:
     return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
-def file_version(path: str) -> str | None:
-    """`document_version` of a regular file; None of anything else, and of one that cannot be read."""
+def image_version(path: str) -> str | None:
+    """`document_version` of an image; None of a file that is none by its first bytes, which may be mended later, and of
+    one that cannot be read."""
     try:
         with open_file(path) as file:
-            return document_version(file) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+            is_image = stat.S_ISREG(os.fstat(file.fileno()).st_mode) and image_kind(file.read(HEAD_BYTES)) is not None
+            return document_version(file) if is_image else None
     except OSError:
         return None
 

@@ -31,7 +31,7 @@ def make_kept_rows(names: Sequence[str], rows: RowsOptions, results: Path, answe
         return make(replace(rows, append=is_continued))
     # A trial has answers, or rows have no description: a command that was killed between its first two files has left
     # them, or they are the user's own. This command replaces them by the same rows, and perhaps more behind them.
-    new = pages.with_name(f".{pages.name}")
+    new = pages.with_name(f".{pages.name}.new")
     try:
         made = make(replace(rows, output=str(new)))
         with clear_file_errors(f"rows {pages}"), new.open("rb") as file, pages.open("rb") as there:

@@ -20,7 +20,7 @@ from npu_runner.prompts.media.file_kinds import image_kind, video_kind
 from npu_runner.readers.reader import PageFields, PageReader
 from npu_runner.request.limits import LIMITS, shown
 from npu_runner.tables.arrow_records import IMAGE
-from npu_runner.tables.document_pages import file_version
+from npu_runner.tables.document_pages import image_version
 from npu_runner.tables.media_files import MediaFolder
 from npu_runner.tables.options import ALL, RESERVED, RowsOptions
 from npu_runner.tables.prompt_text import PromptText, read_schema
@@ -118,7 +118,7 @@ class RowMaker:
         if document is None:
             if record.file is None or record.file.kind != IMAGE_FILE:
                 return {}
-            named = file_version(record.file.path) if self._names_versions else None
+            named = image_version(record.file.path) if self._names_versions else None
             return self._image if named is None else {**self._image, "version": named}
         fields = self.page.to_fields(is_pdf=record.file is not None and record.file.kind == DOCUMENT)
         size = {"size": document.sizes[record.page]} if record.page in document.sizes else {}

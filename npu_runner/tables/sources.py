@@ -35,7 +35,7 @@ _REMEDIES = {
     **dict.fromkeys(("docx", "doc", "pptx", "ppt", "odt", "odp", "rtf"),
                     "is an Office file; soffice --convert-to pdf makes a PDF of it")}
 _RESULT = "result of an earlier read"
-_OF_READ = re.compile(r"(pages|answers|blocks|block-rows|block-answers)\.(jsonl|csv|parquet)(\..*)?|summary\.json")
+_OF_READ = re.compile(r"(pages|answers|blocks|block-(rows|answers))\.(jsonl|csv|parquet)(\..*\.jsonl?)?|summary\.json")
 _OF_DATASETS = {_SAVED, "dataset_info.json", "dataset_dict.json"}
 
 
@@ -106,6 +106,7 @@ class Sources:
     def _files_at(self, path: str, *, is_pattern: bool) -> Iterator[Source]:
         path = os.path.abspath(path)
         if is_pattern and self._is_result(path, is_pattern=True):
+            self.left_out[_RESULT] += 1
             return
         if os.path.isdir(path):
             if not is_pattern:
@@ -126,8 +127,8 @@ class Sources:
         if self.results is None or not _OF_READ.fullmatch(os.path.basename(path)):
             return False
         folder = Path(os.path.realpath(os.path.dirname(path)))
-        if is_pattern:
-            return self.results == (folder.parent if folder.name.startswith("sample-") else folder)
+        if is_pattern and self.results != (folder.parent if folder.name.startswith("sample-") else folder):
+            return False
         return (folder / "pages.jsonl.documents.jsonl").exists()
 
     def _leave_out(self, path: str) -> None:

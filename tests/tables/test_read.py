@@ -188,6 +188,23 @@ def test_replaced_answers_are_no_further_pages(read: Read, folder: Path) -> None
     assert "2 tokens per page" in said.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("num_recorded", "tokens"), [(2, 5), (0, None)])
+def test_answers_after_the_last_status_of_a_killed_run_are_pages(read: Read, folder: Path, num_recorded: int,
+                                                                 tokens: int | None) -> None:
+    """Its seconds are known, and the tokens of the answers before."""
+    for path in (folder / "out").glob("answers.jsonl.*.json"):
+        state = json.loads(path.read_text())
+        for run in state.get("runs", []):
+            run["tally"] |= {"num_answered": num_recorded, "num_completion_tokens": 5 * num_recorded}
+        path.write_text(json.dumps(state))
+    status, said = read()
+    found = summary(folder)
+    (job,) = found["jobs"]
+    assert (status, job["rows"]["unrecorded"], found["tokens_per_page"]) == (3, 4 - num_recorded, tokens)
+    assert found["pages_per_second"] == round(4 / job["seconds"]["serve"], 3)
+    assert ("tokens per page" in said.splitlines()[-1]) is (tokens is not None)
+
+
 def test_a_document_that_changed_is_refused_with_the_remedy(read: Read, folder: Path) -> None:
     before = markdown(folder)
     pdf(folder / "docs" / "reports" / "a.pdf", A7)
@@ -210,6 +227,15 @@ def test_an_image_that_changed_is_refused_alike(read: Read, folder: Path) -> Non
     assert status == 3
     assert "gone      1 document, as 'c.png'" in said
     assert markdown(folder) == before
+
+
+def test_an_image_that_was_none_is_mended_and_answered(read: Read, folder: Path) -> None:
+    (folder / "docs" / "z.png").write_bytes(b"")
+    assert read()[0] == 3
+    assert b"image_empty" in markdown(folder)["z.png.md"]
+    Image.new("RGB", (60, 40), "blue").save(folder / "docs" / "z.png")
+    assert read("--retry", "errors")[0] == 3, "the broken document"
+    assert b"has no answer" not in markdown(folder)["z.png.md"]
 
 
 @pytest.mark.parametrize("reader", [[], ["--reader", "shapes-reader"]], ids=["prompt", "reader"])
@@ -296,10 +322,11 @@ def test_results_of_an_earlier_command_are_no_sources(read: Read, folder: Path) 
 def test_documents_beside_the_results_are_read_where_a_pattern_matches_them(
         folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "docs" / "reports"
-    for pattern, count in (("reports/*.pdf", 3), ("**/*.pdf", 4), ("**/*", 5)):
+    pdf(out / "pages.csv.pdf", A7)
+    for pattern, count in (("reports/*.pdf", 4), ("**/*.pdf", 5), ("**/*", 6)):
         command = ["read", str(folder / "docs" / pattern), "-o", str(out), "--prompt", "What is it?", *SMALL]
         status = cli.main([*command, "--overwrite"])
-        assert (status, len(read_rows(out / "pages.jsonl"))) == (0 if count == 3 else 3, count)
+        assert (status, len(read_rows(out / "pages.jsonl"))) == (0 if count == 4 else 3, count)
         capsys.readouterr()
         assert cli.main(command) == status
         assert f"nothing to do: all {count} rows are finished" in capsys.readouterr().err
