@@ -105,15 +105,14 @@ def make_rows(names: Sequence[str], options: RowsOptions, *, results: Path | Non
     media = _media_folder(sources, options)
     reader, asked = find_page_reader(options)
     prompt = PromptText(options, None if asked is None else asked.text)
-    is_reading = results is not None or reader is not None
-    maker = RowMaker(options, prompt, media, reader, names_versions=is_reading)
+    maker = RowMaker(options, prompt, media, reader, names_versions=results is not None)
     read = [*read_by(options), *(("source", name) for name in names)]
     place = find_place(options.output, read)
     sources.output = place.path
     ranges = PageRanges.parse(options.pages)
     described = DescribedRows(place.path, _head(options, reader, asked, prompt, maker, sources),
                               appended=ranges if options.append else None,
-                              is_needed=is_reading)
+                              is_needed=results is not None or reader is not None)
     opener = DocumentOpener(ranges=ranges, page=maker.page, passwords=read_passwords(options.pdf_passwords))
     documents = Documents(opener, _limits(options), described.has, media.address)
     records = Reader(sources, documents, delimiter=options.delimiter, encoding=options.encoding, needed=maker.needed)

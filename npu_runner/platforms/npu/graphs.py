@@ -286,15 +286,15 @@ class ResourceErrors:
 @contextlib.contextmanager
 def _capture(graph: Any, pool: Any) -> Iterator[None]:
     """torch.npu.graph; it alone would leave its stream and its dispatch mode on where a capture cannot begin or end."""
-    stream, mode = torch.npu.current_stream(), graph.graph_dispatch_mode
-    try:
-        with capture_errors(), torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
-            yield
-    except GraphCaptureError:
-        if _get_current_dispatch_mode() is mode:
-            mode.__exit__(None, None, None)
-        torch.npu.set_stream(stream)
-        raise
+    mode = graph.graph_dispatch_mode
+    with torch.npu.stream(torch.npu.current_stream()):
+        try:
+            with capture_errors(), torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
+                yield
+        except GraphCaptureError:
+            if _get_current_dispatch_mode() is mode:
+                mode.__exit__(None, None, None)
+            raise
 
 
 class RecordedGraphCompiler(GraphCompiler):
