@@ -6,10 +6,13 @@ Knows nothing of models.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
 from npu_runner.cli.options import add_options, read_settings
 from npu_runner.cli.parser import Commands, accept_old_spelling, add_command
+from npu_runner.errors import ConfigError
 from npu_runner.tables.options import MergeOptions, RowsOptions, TableOptions
 
 
@@ -30,8 +33,12 @@ def _rows(arguments: argparse.Namespace) -> int:
         from npu_runner.tables.block_rows import make_block_rows
 
         return _report(make_block_rows(arguments.sources, options).to_lines())
+    from npu_runner.batch.files.output_lock import job_at_work
     from npu_runner.tables.make_rows import make_rows
 
+    if (pid := job_at_work(Path(os.path.realpath(options.output)))) is not None:
+        raise ConfigError(f"rows {options.output}: npu-runner read (pid {pid}) is at work on them; wait for it, or "
+                          "choose another output")
     return _report(make_rows(arguments.sources, options).to_lines())
 
 

@@ -139,10 +139,15 @@ def test_the_rows_are_locked_while_pages_are_answered(
 
     def spied(*given: Any, **more: Any) -> Any:
         locked.append(job_at_work(folder / "out" / "pages.jsonl"))
+        before = contents(folder / "out")
+        rows = str(folder / "out" / "pages.jsonl")
+        assert cli.main(["rows", str(folder / "docs" / "c.png"), "-o", rows, "--prompt", "Mine"]) == 2
+        assert contents(folder / "out") == before
         return run(*given, **more)
 
     monkeypatch.setattr(report, "run_batch_and_report", spied)
-    read("--overwrite")
+    said = read("--overwrite")[1]
+    assert f"npu-runner read (pid {os.getpid()}) is at work on them" in said
     assert locked == [str(os.getpid())]
     assert not (folder / "out" / "pages.jsonl.lock").exists()
 
