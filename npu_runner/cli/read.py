@@ -80,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         require(package)  # and not after hours of answers
     for each_job in (job, *([] if blocks is None else [_with_ladder(job, given, blocks)])):
         check_batch(config, each_job)  # and not after pages were opened
-    locks = [OutputLock(Path(os.path.realpath(folder / name))) for name in (_PAGES, _ANSWERS, _BLOCK_ANSWERS)]
-    with locks[0]:  # no other `read` changes the folder meanwhile
-        with locks[1], locks[2]:  # no `batch` is at the answers now; the jobs below take these locks again
+    of_rows, of_answers, of_blocks = (OutputLock(Path(os.path.realpath(folder / name)))
+                                      for name in (_PAGES, _ANSWERS, _BLOCK_ANSWERS))
+    with of_rows:  # no other `read` changes the folder meanwhile
+        with of_answers, of_blocks:  # no `batch` is at the answers now; the jobs below take these locks again
             pass
         made = make_kept_rows(arguments.sources, rows, arguments.output, folder / _ANSWERS, is_anew=job.overwrite)
         _say([*made.to_lines()[:-1], *_lines_of_fonts(made.described.num_documents)])

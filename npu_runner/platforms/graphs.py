@@ -107,7 +107,8 @@ def capture_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = error.__context__ or error  # the end of a capture hides what ended it
+        # The end of a capture hides what ended it.
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
         raise GraphCaptureError(str(first)) from error

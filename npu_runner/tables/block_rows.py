@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from npu_runner.request.limits import LIMITS
 from npu_runner.tables.described_rows import DescribedRows, Head, find_place
 from npu_runner.tables.first_pass import metadata_of
 from npu_runner.tables.options import RowsOptions
-from npu_runner.tables.page_answers import BLANK, PageRow, page_answers, read_page
+from npu_runner.tables.page_answers import BLANK, PageRow, images_of, page_answers, read_page
 from npu_runner.tables.places import JobOutput
 from npu_runner.tables.row_maker import CHAT, RowLines, fixed_fields, messages_of, shortened
 
@@ -139,7 +139,7 @@ class _BlockRowMaker:
 
     def _address(self, request: Mapping[str, Any], block: Block | None) -> dict[str, Any]:
         """The page's address, with the box and the rotation of the block."""
-        page = next(_images_of(request), None)
+        page = next(images_of(request), None)
         if page is None:
             raise ConfigError(f"row {request.get('custom_id')!r}: shows no image whose blocks could be read")
         named = self._reader.page if "page" in page else self._reader.image
@@ -149,11 +149,3 @@ class _BlockRowMaker:
             found["box"] = list(block.box)
             found |= {"rotate": block.rotation} if block.rotation else {}
         return found
-
-
-def _images_of(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for message in request.get("body", {}).get("messages", ()):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part.get("type") == "image_url":
-                yield part["image_url"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from npu_runner.batch.rows.openai_format import read_json
 from npu_runner.errors import ConfigError, RequestError
 from npu_runner.prompts.media.document_files import document_version
 from npu_runner.tables.document_pages import OpenedDocument, PageRanges, is_tiff, open_file
-from npu_runner.tables.page_answers import PageRow
+from npu_runner.tables.page_answers import PageRow, images_of
 from npu_runner.tables.places import find_outputs
 from npu_runner.tables.sources import Source
 
-_VERSION = re.compile("[0-9a-f]{32}")
 _ANEW = "make all rows anew, without --append (read: --overwrite, or another folder)"
 
 
@@ -70,7 +68,7 @@ class DescribedRows:
         """The lines of documents of rows that are there, by name."""
         self._num_rows: dict[str, int] = {}
         """The numbers of their rows."""
-        self._images: dict[str, bytes] = {}
+        self._images: dict[str, str] = {}
         """The versions of images of rows that are there, as far as rows have them, by name."""
         self._tiffs: set[str] = set()
         """The names of those that may have pages now."""
@@ -127,7 +125,7 @@ class DescribedRows:
     def _record_image(self, name: str, request: Mapping[str, Any]) -> None:
         if is_tiff(name) and request.get("custom_id") == name:
             self._tiffs.add(name)
-        if (version := _version_of_image(request)) is not None:
+        if (version := next(images_of(request), {}).get("version")) is not None:
             self._images[name] = version
 
     def unread_line(self) -> str:
@@ -143,9 +141,9 @@ class DescribedRows:
     def has(self, source: Source, name: str) -> bool:
         """Whether earlier rows have this document; images are found by their rows. Raises ConfigError where the file
         has changed since."""
-        known, image = self._earlier.get(name), self._images.get(name)
-        version = image.hex() if image is not None else None if known is None else known["version"]
-        if known is None and image is None:
+        known = self._earlier.get(name)
+        version = self._images.get(name) if known is None else known["version"]
+        if known is None and version is None:
             return False
         self._seen.add(name)
         with clear_file_errors(f"source {name!r}"), open_file(source.path) as file:
@@ -198,17 +196,3 @@ class DescribedRows:
             self._lines = self._entered.enter_context(replacing(self._path))
             documents = (asdict(self._head), *self._earlier.values(), *documents)
         self._lines.writelines(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in documents)
-
-
-def _version_of_image(request: Mapping[str, Any]) -> bytes | None:
-    """The version of the first image of a chat that has one."""
-    body = request.get("body")
-    messages = body.get("messages") if isinstance(body, dict) else None
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
-            image = part.get("image_url") if isinstance(part, dict) else None
-            version = image.get("version") if isinstance(image, dict) else None
-            if isinstance(version, str) and _VERSION.fullmatch(version):
-                return bytes.fromhex(version)
-    return None

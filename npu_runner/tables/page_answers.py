@@ -55,6 +55,17 @@ class PageRow:
                    layout=layout if isinstance(layout, str) else "")
 
 
+def images_of(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The addresses of a chat's images, with their fields."""
+    body = request.get("body")
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("image_url"), dict):
+                yield part["image_url"]
+
+
 def _box(value: Any) -> Box | None:
     """The box in metadata, whose values are texts."""
     try:
