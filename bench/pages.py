@@ -4,8 +4,9 @@ Models have the shapes of two page readers, and random weights. Half of the page
 number of tokens, which both engines make into text. Time counts from a model that is ready to the last Markdown file.
 The time that rows took before it, and that of the pages prepared while it loads, is added, as if the device had waited.
 vLLM's time is that of LLM.chat alone. Shares are of the time that the job serves; the tower's is measured by events on
-the device. A profiled run of fewer pages gives the share of the time that the device idles. No draft of a random MTP
-head is accepted: the sides with -mtp show what drafts cost until their rows pause them.
+the device. A profiled run of fewer pages gives the share of the time that the device idles, from the begin of serving
+to its last kernel. No draft of a random MTP head is accepted: the sides with -mtp show what drafts cost until their
+rows pause them.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
         with device_profile(arguments.platform) if sample else nullcontext() as profile:
             status = cli.main(["read", str(folder / "documents"), "-o", name, *words])
         assert status == 0, f"read ended with {status}"
+        served_ns = time.time_ns() - int((time.perf_counter() - was_ready[0][0]) * 1e9)
         output = Path(name, f"sample-{sample}" if sample else "")
         summary = json.loads((output / "summary.json").read_text())
         config = RunnerConfig.from_keywords(str(folder / shape.model), **settings)
@@ -168,7 +170,7 @@ def measure_read(shape: Shape, side: str, folder: Path, arguments: argparse.Name
               "decode": seconds["decode"], "waiting for pages": seconds["preprocessing_wait"]}
     rows_seconds, results_seconds = (end - began for (began, end) in (*rows_made, *results_written))
     total = results_written[0][1] - was_ready[0][0] + rows_seconds + prepare_seconds / workers
-    return {**(profile.report(seconds["serve"]) if profile else {}),
+    return {**(profile.report(profile.seconds_since(served_ns)) if profile else {}),
             "pages_per_second": [num_pages / total],
             "prompt_tokens": tokens["prompt"] / num_pages, "tokens": tokens, "workers": workers,
             "page_seconds": prepare_seconds / num_prepared, "num_prepared": num_prepared,

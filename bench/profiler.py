@@ -42,6 +42,10 @@ class DeviceProfile:
         self.microseconds[name[:_NAME_LENGTH]] += (span_ns[1] - span_ns[0]) / 1e3  # type: ignore[assignment]
         self.calls[name[:_NAME_LENGTH]] += 1
 
+    def seconds_since(self, start_ns: int) -> float:
+        """From this time of the system's clock to the last kernel's end; 0.0 without kernels."""
+        return (max((end for _, end in self.spans_ns), default=start_ns) - start_ns) / 1e9
+
     def report(self, seconds: float, num_steps: int = 1) -> dict[str, Any]:
         """The idle share of the `seconds` before the last kernel's end, and the longest kernels of a step as
         (microseconds, calls, name); {"idle_share": None, "why": the reason} where they are unknown."""

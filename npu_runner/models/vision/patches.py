@@ -9,8 +9,10 @@ P patches of all images of a group, R runs of them, X values of a patch (row, co
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
@@ -28,6 +30,10 @@ _T = TypeVar("_T")
 
 # (bytes, dtype) that runs are gathered as: the widest that a run divides into, so that there is least to gather.
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
+# The threads that copy images of a step, unless they have fewer bytes than this.
+_NUM_COPYING, _FEW_BYTES = 4, 2**20
+# The sizes of images whose runs are kept: a document's pages have few, and 16 megapixels have 4 MB of them.
+_NUM_SIZES = 8
 
 
 def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequence[np.ndarray]],
@@ -71,24 +77,36 @@ def cut_patches(groups: Sequence[Sequence[ImageInput]], beside: Sequence[Sequenc
 
 def _fill_runs(group: Sequence[ImageInput], settings: ImageSettings, runs_R: np.ndarray) -> None:
     """Which run of all the group's images each row of each patch is."""
-    patch, start, first_run = settings.patch_size, 0, 0
+    first_run = 0
     for image in group:
-        _, rows, columns = image.grid_thw
-        num_patches = rows * columns
-        places_P2 = block_order(rows, columns, settings.merge_size)
-        top_P = places_P2[:, 0] * (patch * columns) + (places_P2[:, 1] + first_run)
-        stop = start + num_patches * patch
-        below = np.arange(patch, dtype=np.int32) * columns
-        np.add(top_P[:, None], below, out=runs_R[start:stop].reshape(num_patches, patch))
-        start, first_run = stop, first_run + num_patches * patch
+        own = _runs(*image.grid_thw[1:], settings.patch_size, settings.merge_size)
+        np.add(own, first_run, out=runs_R[first_run : first_run + len(own)])
+        first_run += len(own)
+
+
+@functools.lru_cache(maxsize=_NUM_SIZES)
+def _runs(rows: int, columns: int, patch: int, merge: int) -> np.ndarray:
+    """(R,) int32, of one image."""
+    places_P2 = block_order(rows, columns, merge)
+    top_P = places_P2[:, 0] * (patch * columns) + places_P2[:, 1]
+    return (top_P[:, None] + np.arange(patch, dtype=np.int32) * columns).ravel()
 
 
 def _fill_pixels(group: Sequence[ImageInput], pixels: np.ndarray) -> None:
-    start = 0
+    """Image after image. Memory of a preprocessing worker is mapped as it is read, which several threads do at once."""
+    places, start = list[np.ndarray](), 0
     for image in group:
         stop = start + image.pixels_HWC.size
-        np.copyto(pixels[start:stop].reshape(image.pixels_HWC.shape), image.pixels_HWC)
+        places.append(pixels[start:stop].reshape(image.pixels_HWC.shape))
         start = stop
+    copy = map if len(pixels) < _FEW_BYTES else _copying_threads().map
+    for _ in copy(np.copyto, places, (image.pixels_HWC for image in group)):
+        pass
+
+
+@functools.cache
+def _copying_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_COPYING, "pixels")
 
 
 def _gathered(runs_R: Tensor, pixels: Tensor, patch_size: int) -> Tensor:
