@@ -175,6 +175,16 @@ def check_images(prompt: PromptInputs, info: RunnerInfo) -> None:
                     "with a higher max_num_batched_tokens", "image_not_measured")
 
 
+def _are_below(prompt: PromptInputs, vocab_size: int) -> bool:
+    """Whether all its token ids are of the vocabulary. The array that the scheduler needs has the answer sooner than
+    the list."""
+    try:
+        ids_T = prompt.token_array
+        return bool(ids_T.min() >= 0 and ids_T.max() < vocab_size)
+    except OverflowError:  # no int32
+        return False
+
+
 def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len: int) -> None:
     """Raises RequestError for a prompt that is empty or too long, or has token ids or images that the model cannot
     take."""
@@ -182,7 +192,7 @@ def _check_prompt(prompt: PromptInputs, model_config: ModelConfig, max_model_len
     if length == 0:
         raise RequestError("the prompt is empty", code="empty_prompt")
     check_prompt_length(length, max_model_len)
-    if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= model_config.vocab_size:
+    if not _are_below(prompt, model_config.vocab_size):
         raise RequestError(f"a token id is outside 0 to {model_config.vocab_size - 1}", code="invalid_token_id")
     if prompt.images and model_config.image_token_id is None:
         raise RequestError("the model has no vision tower; send text only", code="model_has_no_vision")

@@ -40,6 +40,9 @@ class PlatformDefaults:
     async_scheduling: bool
     dtype: str | None = None
     """None means the checkpoint's dtype."""
+    narrow_batched_tokens: int | None = None
+    """max_num_batched_tokens of narrow models (runner/settings.py) whose prefills are not recorded in graphs: the host
+    launches a smaller step for longer than the device computes it. None: that of others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,6 @@ from npu_runner.prompts.text.reasoning import PAIRS, find_reasoning_tokens, thin
 from npu_runner.prompts.text.tokenizer import (
     TextLength,
     checked_ids,
-    plain_ids,
     read_special_tokens,
     read_tokenizer,
 )
@@ -409,7 +408,7 @@ class ChatProcessor(RequestChecks):
             self._text_length.check([prompt], is_cut=is_cut)
             token_ids = self._chat.control.encode(checked_text(prompt, "prompt"), add_special_tokens=True)
         else:
-            token_ids = checked_ids(plain_ids(prompt), self.tokenizer.get_vocab_size())
+            token_ids = checked_ids(prompt, self.tokenizer.get_vocab_size())
         if not token_ids:
             raise field_error("prompt", "it is empty", "empty_prompt")
         return token_ids

@@ -24,7 +24,7 @@ from npu_runner.prompts.media.videos import Video
 from npu_runner.prompts.pair_prompts import Side, parse_side
 from npu_runner.prompts.processor import ChatProcessor
 from npu_runner.prompts.text.messages import Conversation, check_ending, parse_messages
-from npu_runner.prompts.text.tokenizer import plain_ids
+from npu_runner.prompts.text.tokenizer import BYTES, are_plain_ids, plain_ids
 from npu_runner.request.limits import field_error, wrong_type
 from npu_runner.request.pooling_params import PoolingParams
 from npu_runner.request.prompt_inputs import PromptInputs
@@ -196,13 +196,13 @@ def text_task(item: Any, **task_fields: Any) -> TextTask:
     Raises RequestError naming the field. A prompt that is neither text nor token ids is refused when it is prepared.
     """
     if isinstance(item, str) or not isinstance(item, Mapping):
-        return _text_task(plain_ids(item), **task_fields)
+        return _text_task(item, **task_fields)
     given = {name: value for name, value in item.items() if value is not None}
     for name in given:
         if name not in _FIELDS:
             raise field_error(str(name)[:60], f"not supported; a prompt has {', '.join(_FIELDS)}", "unsupported_field")
     kwargs = checked_kwargs(given.get("mm_processor_kwargs", {}))
-    prompt = plain_ids(_one_of(given, "prompt_token_ids", "prompt"))
+    prompt = _one_of(given, "prompt_token_ids", "prompt")
     images, where_images, videos, where_videos = _media(given)
     seen: list[tuple[Any, str]] = [
         (Video.from_source(video, where_videos), f"videos[{number}]")
@@ -215,7 +215,10 @@ def text_task(item: Any, **task_fields: Any) -> TextTask:
 def _text_task(prompt: Any, **others: Any) -> TextTask:
     if isinstance(prompt, str):
         return TextTask(prompt=str.__str__(prompt), num_chars=len(prompt), **others)
-    is_plain = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+    is_plain = isinstance(prompt, list) and are_plain_ids(prompt)
+    if not is_plain:
+        prompt = plain_ids(prompt)
+        is_plain = isinstance(prompt, Sequence) and not isinstance(prompt, BYTES) and are_plain_ids(prompt)
     return TextTask(prompt=list(prompt) if is_plain else prompt, is_plain=is_plain, **others)
 
 

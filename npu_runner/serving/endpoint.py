@@ -65,8 +65,16 @@ class Prepared:
     @property
     def pages(self) -> list[PageFacts]:
         """The pages of documents that it shows, in their order."""
-        prompts = self.prompt if isinstance(self.prompt, tuple) else (self.prompt,)
-        return [page for prompt in prompts for page in prompt.pages]
+        return [page for prompt in self._prompts for page in prompt.pages]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of its prompts."""
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
+
+    @property
+    def _prompts(self) -> tuple[PromptInputs, ...]:
+        return self.prompt if isinstance(self.prompt, tuple) else (self.prompt,)
 
     @property
     def num_sequences(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.shapes import make_text_model, make_vision_model
 from npu_runner import LLM
 from npu_runner.assets import EMBEDDED, SHAPES_VL
 from npu_runner.checkpoint.weights_reader import CheckpointReader
@@ -86,6 +87,15 @@ def test_long_prefills_over_an_fp8_cache_are_refused_by_name() -> None:
     assert on_cuda(kv_cache_dtype="fp8", graph_prefill_sizes=(512, 1024)).prefill_sizes == (512, 1024)
     with pytest.raises(ConfigError, match="more than 1024 tokens over an FP8 cache are not recorded; leave it out"):
         on_cuda(kv_cache_dtype="fp8", **sizes)
+
+
+def test_steps_of_a_narrow_model_keep_the_device_for_longer_than_the_host_launches_them(tmp_path: Path) -> None:
+    """Its prefills with images, or through layers with state, are in no graph. Those of text alone are."""
+    hybrid = EMBEDDED["shapes-hybrid"]
+    assert {on_cuda(model).max_num_batched_tokens for model in (SHAPES_VL, hybrid)} == {16384}
+    wide, text = make_vision_model(tmp_path / "wide", "qwen3-vl-2b", 448), make_text_model(tmp_path, "qwen3-0.6b")
+    assert {on_cuda(model).max_num_batched_tokens for model in (wide, text)} == {8192}
+    assert on_cuda(hybrid, max_num_batched_tokens=8192).max_num_batched_tokens == 8192
 
 
 def test_a_model_that_pools_records_prefills_alone() -> None:

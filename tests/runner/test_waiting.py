@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from npu_runner.engine.llm_engine import LLMEngine
 from npu_runner.llm.prompt_server import PromptServer
 from npu_runner.prompts.tasks import MadeTask
 from npu_runner.request.outputs import RequestOutput
+from npu_runner.request.prompt_inputs import PromptInputs
+from npu_runner.serving.endpoint import Prepared
 from npu_runner.serving.options import PreprocessingOptions
 from npu_runner.serving.replica import Finished, Started
 from npu_runner.serving.replicas.inline_replica import MOST_WAITING, few_waiting
@@ -94,8 +98,64 @@ def test_what_the_prefix_cache_has_is_not_counted(server: PromptServer, engine: 
     while not any(isinstance(event, Finished) for event in server.poll(0.0)):
         pass
     submit(server, engine, [[*beginning, number % 90 + 1] for number in range(200)])
-    server.poll(0.0)
+    for _ in range(2):
+        server.poll(0.0)
     assert engine.num_waiting > 2 * few_waiting(MAX_NUM_SEQS)
+
+
+def test_a_step_is_not_kept_waiting_for_prompts_that_come_behind_enough_others(
+        server: PromptServer, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 tokens are added between two steps, and no fewer prompts than the steps need."""
+    monkeypatch.setattr("npu_runner.serving.replicas.inline_replica._MOST_ADDED_TOKENS", 2000)
+    beginning, few = [7] * 320, few_waiting(MAX_NUM_SEQS)
+    submit(server, engine, [[*beginning, 5, 6]], max_tokens=1)
+    while not any(isinstance(event, Finished) for event in server.poll(0.0)):
+        pass
+    added: list[int] = []
+    add_request = engine.add_request
+
+    def add(name: str, prompt: PromptInputs, params: SamplingParams) -> list[int]:
+        added[-1] += len(prompt.token_ids)
+        return add_request(name, prompt, params)
+
+    monkeypatch.setattr(engine, "add_request", add)
+    submit(server, engine, [[*beginning, number % 90 + 1] for number in range(200)], max_tokens=20)
+    num_waiting = [0]
+    while sum(added) < 200 * 321:
+        added.append(0)
+        server.poll(0.0)
+        num_waiting.append(engine.num_waiting)
+    assert added[0] == few * 321
+    assert all(tokens <= 2000 + 321 for tokens, waiting in zip(added[1:], num_waiting[1:], strict=False)
+               if waiting + 7 >= few)
+    assert max(num_waiting) > few + MAX_NUM_SEQS, "more wait than are needed"
+
+
+def test_large_memory_of_an_answered_request_is_let_go_of_by_a_thread(
+        server: PromptServer, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[bool, set[str]] = {False: set(), True: set()}
+
+    class Held:
+        def __init__(self, *, is_large: bool):
+            self.is_large = is_large
+
+        def __del__(self) -> None:
+            threads[self.is_large].add(threading.current_thread().name.rstrip("0123456789"))
+
+    prepare = server.endpoint._prepare
+
+    def prepared(task: MadeTask) -> Prepared:
+        is_large = task.number % 2 == 1
+        return replace(prepare(task), num_bytes=is_large << 20, form=Held(is_large=is_large))
+
+    monkeypatch.setattr(server.endpoint, "_prepare", prepared)
+    submit(server, engine, [[number % 90 + 1] * 20 for number in range(20)])
+    num_finished = 0
+    while num_finished < 20:
+        num_finished += sum(len(event.rows) for event in server.poll(0.0) if isinstance(event, Finished))
+    server._dropping.shutdown()
+    assert threads[False] == {"MainThread"}
+    assert "dropping_" in threads[True], "this thread may have the last reference to the first, while the other starts"
 
 
 def test_large_ones_wait_within_their_bytes(server: PromptServer, engine: LLMEngine,

@@ -50,7 +50,7 @@ class CudaPlatform(Platform):
     # Rings of 16 tokens were no faster (steps of 1 to 256 sequences), for twice the memory.
     state_facts = StateFacts(most_drafts=None, drafts_in_graphs=True, ring_length=8)
     defaults = PlatformDefaults(block_size=64, max_num_seqs=256, max_num_batched_tokens=8192,
-                                graph_mode="reduce-overhead", async_scheduling=True)
+                                graph_mode="reduce-overhead", async_scheduling=True, narrow_batched_tokens=16384)
     weight_forms = ("int8", "int8_experts", "fp8", "fp8_blocks", "fp8_block_experts", "grouped")
     copies_rows_to_experts = False
     lost_error_remedy = "run again with CUDA_LAUNCH_BLOCKING=1 in the environment, and the operation itself will fail"

@@ -18,6 +18,8 @@ from npu_runner.request.limits import field_error, shown, wrong_type
 from npu_runner.request.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+BYTES = (bytes, bytearray, memoryview)
+"""Sequences of numbers that are no token ids."""
 _PIECE_CHARS = 1 << 16
 # A text with more characters per token of the context is checked more closely: few languages have more.
 _USUAL_CHARS = 4
@@ -125,23 +127,31 @@ def _check_ids(what: str, ids: Collection[int], vocab_size: int | None) -> None:
 def plain_ids(prompt: Any) -> Any:
     """Token ids of an array, or array numbers, as a list of Python integers. Anything else is returned unchanged; later
     checks name it."""
-    if isinstance(prompt, (str, bytes, bytearray, memoryview, Mapping)):
+    if isinstance(prompt, (str, *BYTES, Mapping)):
         return prompt
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, Sequence) or all(type(token) is int for token in ids):
+    if not isinstance(ids, Sequence) or are_plain_ids(ids):
         return ids
     return [plain_number(token) for token in ids]
 
 
-def checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """A list of them. Raises RequestError for anything else."""
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+def are_plain_ids(ids: Sequence[Any]) -> bool:
+    """Whether all are Python's own integers. Written without a loop of Python's: prompts have thousands of tokens."""
+    return set(map(type, ids)) <= {int}
+
+
+def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """The token ids of a prompt, which may be an array. Raises RequestError for anything else."""
+    if isinstance(prompt, list) and prompt and are_plain_ids(prompt) and 0 <= min(prompt) and max(prompt) < vocab_size:
+        return prompt[:]
+    ids = plain_ids(prompt)
+    if isinstance(ids, (str, *BYTES)) or not isinstance(ids, Sequence):
         raise wrong_type("prompt", "text or a list of token ids", prompt)
-    for token in prompt:
+    for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise field_error("prompt", f"{token!r} is not a token id of this model (0 to {vocab_size - 1})",
                               "invalid_type")
-    return list(prompt)
+    return list(ids)
 
 
 def plain_number(value: Any) -> Any:

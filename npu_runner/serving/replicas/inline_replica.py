@@ -40,6 +40,8 @@ _WAITING_SHARE = 4
 _WAITING_STEPS = 2
 MOST_WAITING = 4096
 _MAX_WAITING_BYTES = 1 << 29
+# The tokens of prompts that are added before the next step is handed over, where enough others wait.
+_MOST_ADDED_TOKENS = 1 << 15
 # To unmap this number of bytes takes a fifth of a millisecond at least.
 _LARGE_BYTES = 1 << 20
 _MOST_READY = 1024
@@ -187,10 +189,14 @@ class InlineReplica(Replica):
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Add prepared requests to the engine, as far as it has room."""
-        num_waiting = self._engine.num_waiting
+        """Add prepared requests to the engine, as far as it has room. Where enough wait, steps under way would end
+        while many are added."""
+        num_waiting, room = self._engine.num_waiting, _MOST_ADDED_TOKENS
         while self._has_room(num_waiting) and (prepared := self.endpoint.next(0.0)) is not None:
             num_waiting += self._add(prepared)
+            room -= prepared.num_tokens
+            if room < 0 and num_waiting >= self._few_waiting:
+                break
 
     def _has_room(self, num_waiting: int) -> bool:
         waiting = self._waiting
