@@ -142,7 +142,7 @@ def are_plain_ids(ids: Sequence[Any]) -> bool:
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
     """The token ids of a prompt, which may be an array. Raises RequestError for anything else."""
-    if isinstance(prompt, list) and prompt and are_plain_ids(prompt) and 0 <= min(prompt) and max(prompt) < vocab_size:
+    if isinstance(prompt, list) and prompt and are_plain_ids(prompt) and min(prompt) >= 0 and max(prompt) < vocab_size:
         return prompt[:]
     ids = plain_ids(prompt)
     if isinstance(ids, (str, *BYTES)) or not isinstance(ids, Sequence):
