@@ -41,8 +41,11 @@ def definition(image: ImageInput, settings: ImageSettings) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("patch_size", [16, 14, 5])
-def test_images_and_frames_of_all_sizes_cut_together(patch_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("few_bytes", [0, 1 << 20], ids=["threads", "one thread"])
+def test_images_and_frames_of_all_sizes_cut_together(few_bytes: int, patch_size: int, dtype: torch.dtype,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 48, 42 and 15 bytes are gathered four, two and one at a time."""
+    monkeypatch.setattr("npu_runner.models.vision.patches._FEW_BYTES", few_bytes)
     settings = replace(SETTINGS, patch_size=patch_size)
     groups = [images(settings), images(settings, num_frames=2)]
     beside = [[np.arange(7, dtype=np.int32), np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)], []]

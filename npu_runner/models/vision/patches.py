@@ -94,14 +94,21 @@ def _runs(rows: int, columns: int, patch: int, merge: int) -> np.ndarray:
 
 def _fill_pixels(group: Sequence[ImageInput], pixels: np.ndarray) -> None:
     """Image after image. Memory of a preprocessing worker is mapped as it is read, which several threads do at once."""
-    places, start = list[np.ndarray](), 0
+    copies, start = list[tuple[np.ndarray, np.ndarray]](), 0
     for image in group:
         stop = start + image.pixels_HWC.size
-        places.append(pixels[start:stop].reshape(image.pixels_HWC.shape))
+        copies.append((pixels[start:stop].reshape(image.pixels_HWC.shape), image.pixels_HWC))
         start = stop
-    copy = map if len(pixels) < _FEW_BYTES else _copying_threads().map
-    for _ in copy(np.copyto, places, (image.pixels_HWC for image in group)):
-        pass
+    if len(pixels) < _FEW_BYTES:
+        _copy(copies)
+    else:  # one call for each thread: small images are copied sooner than threads are told of them
+        for _ in _copying_threads().map(_copy, (copies[first::_NUM_COPYING] for first in range(_NUM_COPYING))):
+            pass
+
+
+def _copy(copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    for target, source in copies:
+        np.copyto(target, source)
 
 
 @functools.cache
