@@ -4,9 +4,9 @@ Models have the shapes of two page readers, and random weights. Half of the page
 number of tokens, which both engines make into text. Time counts from a model that is ready to the last Markdown file.
 The time that rows took before it, and that of the pages prepared while it loads, is added, as if the device had waited.
 vLLM's time is that of LLM.chat alone. Shares are of the time that the job serves; the tower's is measured by events on
-the device. A profiled run of fewer pages gives the share of the time that the device idles, from the begin of serving
-to its last kernel. No draft of a random MTP head is accepted: the sides with -mtp show what drafts cost until their
-rows pause them.
+the device. A profiled run of fewer pages gives the share of the time that the device idles, from the beginning of
+serving to its last kernel. No draft of a random MTP head is accepted: the sides with -mtp show what drafts cost until
+their rows pause them.
 """
 
 from __future__ import annotations

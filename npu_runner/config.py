@@ -69,7 +69,7 @@ class SchedulerConfig:
     """Most sequences decoded together; None: the platform's, or as many as their states have room for."""
     max_num_batched_tokens: int | None = None
     """Most tokens of one prefill step; longer prompts are prefilled in chunks. None: the platform's (npu: 8192; cuda:
-    8192, or 16384 where a tower or layers with state have a hidden size of at most 1536; cpu: 4096)."""
+    8192, and 16384 for models with a hidden size of at most 1536 that have a tower or layers with state; cpu: 4096)."""
     async_scheduling: bool | None = None
     """Plan and launch a step while the one before runs, so that the device does not wait for the host. With drafts:
     where none may follow. None: the platform's (npu, cuda: yes; cpu: no)."""

@@ -253,12 +253,12 @@ def _listed(value: Any) -> Any:
         return ()
     if getattr(value, "ndim", None) == 4:
         return list(value)
-    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
+    is_list = isinstance(value, Sequence) and not isinstance(value, BYTES)
     return value if is_list else [value]
 
 
 def _several(given: Any, name: str, what: str) -> Sequence[Any]:
-    if isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
+    if isinstance(given, (str, *BYTES)) or not isinstance(given, Sequence):
         raise field_error(name, f"{what} are needed, not {type(given).__name__}", "invalid_type")
     return given
 

@@ -28,8 +28,8 @@ SHORT_TOKENS = 1024
 # Close together, as the device computes the padding, too.
 _SHORT_SIZES = (16, 32, *range(64, 512, 64), *range(512, SHORT_TOKENS + 1, 128))
 _MOST_LONG_SIZES, _LONG_MULTIPLE = 8, 128
-# The hidden size up to which a model is narrow. Steps of 8,192 tokens of a 0.8B qwen3_5 took three H200s 56 to 74 ms by
-# their hosts, and those of 16,384 took one 108.
+# The hidden size up to which a model is narrow. A prefill of 8,192 tokens of a 0.8B qwen3_5 took 56 to 74 ms on three
+# hosts of an H200, and one of 16,384 took 108 ms.
 _NARROW = 1536
 
 

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 # (bytes, dtype) that runs are gathered as: the widest that a run divides into, so that there is least to gather.
 _GATHERED = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# The threads that copy images of a step, unless they have fewer bytes than this.
+# The number of threads that copy a step's images. One copies them if they have fewer bytes than the other number.
 _NUM_COPYING, _FEW_BYTES = 4, 2**20
 # The sizes of images whose runs are kept: a document's pages have few, and 16 megapixels have 4 MB of them.
 _NUM_SIZES = 8

@@ -42,7 +42,7 @@ MOST_WAITING = 4096
 _MAX_WAITING_BYTES = 1 << 29
 # The tokens of prompts that are added before the next step is handed over, where enough others wait.
 _MOST_ADDED_TOKENS = 1 << 15
-# To unmap this number of bytes takes a fifth of a millisecond at least.
+# To unmap this number of bytes takes a tenth of a millisecond at least.
 _LARGE_BYTES = 1 << 20
 _MOST_READY = 1024
 _REPORT_SECONDS = 0.25
